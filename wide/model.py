@@ -1,0 +1,222 @@
+"""The routed model: a stock transformers causal LM with masks attached. The reference path of the project.
+
+`load_base` -> `RoutedModel(base, provider)` -> (LoRA) -> `attach_masks`, always last and idempotent: a hook put on a
+projection before LoRA wraps it would mask only half of it, and unloading LoRA drops hooks silently.
+Per layer four hooks: the two norms' inputs are the residual stream that the routers read; the inputs of o_proj and
+down_proj are masked by group; their outputs receive the compensation vectors. Attention code is never touched, so
+`generate`, caches, PEFT and every attention implementation keep working.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from wide import families
+from wide.families import Geometry, Layout
+from wide.methods.provider import GateProvider
+from wide.routing import KINDS, Cost, RoutingStats
+
+
+@dataclass
+class _Pass:
+    """State of the forward in progress: which tokens are real, and the gates seen so far by (kind, layer)."""
+
+    valid: Tensor | None = None
+    gates: dict[tuple[str, int], Tensor] | None = None
+
+
+class RoutedModel(nn.Module):
+    """A stock model, its gate provider, and the hooks between them.
+
+    `model` is the `PreTrainedModel` or a `PeftModel` around it; its state-dict keys stay the stock ones.
+    """
+
+    def __init__(self, model: PreTrainedModel, gates: GateProvider, layout: Layout):
+        super().__init__()
+        self.model, self.gates, self.layout = model, gates, layout
+        self.geometry: Geometry = gates.geometry
+        self._pass = _Pass()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._routing = True
+        self._forced: dict[str, Tensor] | None = None
+        self._collected: RoutingStats | None = None
+        self.attach_masks()
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The stock model inside any LoRA wrapper."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def decoder_layers(self) -> nn.ModuleList:
+        return families.get_path(self.base, self.layout.layers)
+
+    def forward(self, **inputs: Tensor):
+        """The stock forward; `inputs` and the output are transformers' own."""
+        return self.model(**inputs)
+
+    def generate(self, **inputs):
+        """The stock generate, under whatever routing mode is active."""
+        return self.model.generate(**inputs)
+
+    def attach_masks(self) -> None:
+        """(Re)hang all hooks on the outermost projection modules. Call after every structural change."""
+        self.detach_masks()
+        self._handles.append(self.base.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._handles.append(self.base.register_forward_hook(self._end))
+        for index, layer in enumerate(self.decoder_layers()):
+            for kind, norm, out in (
+                ("attention", self.layout.attn_norm, self.layout.o_proj),
+                ("ffn", self.layout.ffn_norm, self.layout.down_proj),
+            ):
+                out_module = families.get_path(layer, out)
+                self._handles += [
+                    families.get_path(layer, norm).register_forward_pre_hook(self._decide(index, kind)),
+                    out_module.register_forward_pre_hook(self._mask(index, kind)),
+                    out_module.register_forward_hook(self._compensate(index, kind)),
+                ]
+
+    def detach_masks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def num_attached_masks(self) -> int:
+        """Masks that really hang on the projections in use; 2 x layers when the model is whole."""
+        ids = {handle.id for handle in self._handles}
+        projections = [
+            families.get_path(layer, out)
+            for layer in self.decoder_layers()
+            for out in (self.layout.o_proj, self.layout.down_proj)
+        ]
+        return sum(bool(ids & module._forward_pre_hooks.keys()) for module in projections)
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Every group runs and no compensation is added: the stock model."""
+        previous, self._routing = self._routing, False
+        try:
+            yield
+        finally:
+            self._routing = previous
+
+    @contextmanager
+    def forced(self, attention: Tensor, ffn: Tensor) -> Iterator[None]:
+        """Gates given from outside, [L, B, T, G] each; T is matched from the right for cached decoding."""
+        self._forced = {"attention": attention, "ffn": ffn}
+        try:
+            yield
+        finally:
+            self._forced = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[RoutingStats]]:
+        """Add up the statistics of every forward inside: `with routed.collect() as box: ...; box[0]`."""
+        box: list[RoutingStats] = []
+        self._collected = None
+        self._box = box
+        try:
+            yield box
+        finally:
+            self._box = None
+
+    _box: list[RoutingStats] | None = None
+
+    def last_gates(self, kind: str) -> Tensor:
+        """Gates of the last forward, [L, B, T, G] float32."""
+        assert self._pass.gates is not None, "no routed forward has run"
+        return torch.stack([self._pass.gates[kind, layer] for layer in range(self.geometry.num_layers)])
+
+    def last_stats(self) -> RoutingStats:
+        """Statistics of the last forward over its valid tokens, with gradient; read it before backward."""
+        assert self._pass.gates is not None, "no routed forward has run"
+        valid = self._pass.valid
+        kept = {}
+        for kind in KINDS:
+            rows = []
+            for layer in range(self.geometry.num_layers):
+                keep = self._pass.gates[kind, layer]
+                if valid is not None:
+                    keep = torch.where(valid[..., None], keep, 0.0)
+                rows.append(keep.sum((0, 1)))
+            kept[kind] = torch.stack(rows)
+        first = self._pass.gates["attention", 0]
+        count = first.shape[0] * first.shape[1] if valid is None else valid.sum()
+        return RoutingStats(kept, torch.as_tensor(count, device=first.device))
+
+    def cost(self, length: int) -> Cost:
+        """What this model's decisions cost, at causal forwards of `length` tokens."""
+        g = self.geometry
+        query_width = g.num_heads * g.head_dim
+        return Cost(
+            num_layers=g.num_layers,
+            attention=2 * g.hidden_size * query_width,
+            ffn=3 * g.hidden_size * g.ffn_size,
+            other=2 * g.hidden_size * g.num_kv_heads * g.head_dim,
+            head=g.hidden_size * g.vocab_size,
+            core=query_width * (length + 1),
+            router=self.gates.router_parameters_per_layer(),
+            length=length,
+        )
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Note which tokens are real, and number positions from the first real one (left padding)."""
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        length = tokens.shape[1]
+        attention_mask = kwargs.get("attention_mask")
+        self._pass = _Pass(gates={})
+        if attention_mask is not None and attention_mask.dim() == 2:
+            self._pass.valid = attention_mask[:, -length:].bool()
+            if kwargs.get("position_ids") is None:
+                positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+                kwargs["position_ids"] = positions[:, -length:]
+        return args, kwargs
+
+    def _end(self, module: nn.Module, args: tuple, output: object) -> None:
+        if self._box is None or not self._routing:
+            return
+        stats = self.last_stats()
+        kept = {kind: counts.detach().double() for kind, counts in stats.kept.items()}
+        stats = RoutingStats(kept, stats.num_tokens.double())
+        self._box[:] = [self._box[0] + stats] if self._box else [stats]
+
+    def _decide(self, layer: int, kind: str):
+        def hook(module: nn.Module, args: tuple) -> None:
+            if not self._routing:
+                return
+            hidden, valid = args[0], self._pass.valid
+            if self._forced is not None:
+                keep = self._forced[kind][layer][:, -hidden.shape[1] :].float()
+            else:
+                if valid is not None:  # padding may hold NaN, and 0 * NaN would reach the router's gradient
+                    hidden = torch.where(valid[..., None], hidden, 0.0)
+                keep = self.gates.gate(layer, kind, hidden)
+            self._pass.gates[kind, layer] = keep
+
+        return hook
+
+    def _mask(self, layer: int, kind: str):
+        width = self.gates.group_width(kind)
+
+        def hook(module: nn.Module, args: tuple) -> tuple | None:
+            if not self._routing:
+                return None
+            keep = self._pass.gates[kind, layer].to(args[0].dtype)  # [B, T, G]
+            blocks = args[0].unflatten(-1, (keep.shape[-1], width))  # [B, T, G, width]
+            return ((blocks * keep[..., None]).flatten(-2), *args[1:])
+
+        return hook
+
+    def _compensate(self, layer: int, kind: str):
+        def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
+            vectors = self.gates.compensation(layer, kind)
+            if not self._routing or vectors is None:
+                return None
+            skipped = 1 - self._pass.gates[kind, layer]  # [B, T, G]
+            return output + (skipped.to(output.dtype) @ vectors.to(output.dtype))
+
+        return hook
