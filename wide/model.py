@@ -58,6 +58,10 @@ class RoutedModel(nn.Module):
         """The stock forward; `inputs` and the output are transformers' own."""
         return self.model(**inputs)
 
+    def hidden_states(self, **inputs: Tensor) -> Tensor:
+        """Normed last hidden states [B, T, D], what the output projection reads."""
+        return families.get_path(self.base, self.layout.decoder)(**inputs)[0]
+
     def generate(self, **inputs):
         """The stock generate, under whatever routing mode is active."""
         return self.model.generate(**inputs)
@@ -65,8 +69,9 @@ class RoutedModel(nn.Module):
     def attach_masks(self) -> None:
         """(Re)hang all hooks on the outermost projection modules. Call after every structural change."""
         self.detach_masks()
-        self._handles.append(self.base.register_forward_pre_hook(self._begin, with_kwargs=True))
-        self._handles.append(self.base.register_forward_hook(self._end))
+        decoder = families.get_path(self.base, self.layout.decoder)
+        self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._handles.append(decoder.register_forward_hook(self._end))
         for index, layer in enumerate(self.decoder_layers()):
             for kind, norm, out in (
                 ("attention", self.layout.attn_norm, self.layout.o_proj),

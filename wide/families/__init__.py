@@ -15,8 +15,9 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """Attribute paths inside a stock causal LM: `layers` from the model, the others from one decoder layer."""
+    """Attribute paths inside a stock causal LM: `decoder` and `layers` from the model, the others from a layer."""
 
+    decoder: str = "model"
     layers: str = "model.layers"
     attn_norm: str = "input_layernorm"
     ffn_norm: str = "post_attention_layernorm"

@@ -25,6 +25,9 @@ class GateStep:
 class GateProvider(nn.Module):
     """Base of all methods. Subclasses implement `gate`; `num_groups` gives G of each kind (layout of the masks)."""
 
+    supports_dial = False
+    """Whether `logits` exist, so that a bias on them can meet a target after training."""
+
     def __init__(self, geometry: Geometry, attn_group_size: int, ffn_group_size: int):
         super().__init__()
         self.geometry = geometry
@@ -48,6 +51,10 @@ class GateProvider(nn.Module):
     def compensation(self, layer: int, kind: str) -> Tensor | None:
         """Vectors [G, D] added for each skipped group, or None."""
         return None
+
+    def separation(self) -> Tensor:
+        """Mean of keep probability times skip probability in the last forward: 0 when every gate is saturated."""
+        return torch.zeros(())
 
     def router_parameters_per_layer(self) -> int:
         """Parameters that deciding costs in one layer, charged against the savings."""

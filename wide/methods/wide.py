@@ -87,8 +87,11 @@ _CHOICES = {
 class WideProvider(GateProvider):
     """`routers[kind][layer]`, and `vectors[kind][layer]` [G, D] when compensation is on."""
 
+    supports_dial = True
+
     def __init__(self, config: Config, geometry: Geometry, seed: int):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)
+        self.spread: dict[tuple[str, int], Tensor] | None = {} if config.separation_weight > 0 else None
         self.routers = nn.ModuleDict()
         self.vectors = nn.ModuleDict() if config.compensation else None
         generator = torch.Generator().manual_seed(seed)
@@ -118,12 +121,19 @@ class WideProvider(GateProvider):
 
     def gate(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
         logits = self.logits(layer, kind, hidden)
+        if self.spread is not None:
+            keep = torch.sigmoid(logits)
+            self.spread[kind, layer] = (keep * (1 - keep)).mean()
         if self.step.noise is not None:
             return hard_gate(logits, self.step.noise[kind][layer], self.step.tau)
         return hard_gate(logits + self.dial[layer, KINDS.index(kind)])
 
     def compensation(self, layer: int, kind: str) -> Tensor | None:
         return None if self.vectors is None else self.vectors[kind][layer]
+
+    def separation(self) -> Tensor:
+        assert self.spread, "separation is recorded only when method.separation_weight > 0"
+        return torch.stack(list(self.spread.values())).mean()
 
     def router_parameters_per_layer(self) -> int:
         return sum(p.numel() for kind in KINDS for p in self.routers[kind][0].parameters())

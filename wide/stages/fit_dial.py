@@ -1,0 +1,167 @@
+"""The dial: a bias on the gate logits, fitted after training so that deterministic routing meets a target.
+
+Training samples gates, evaluation takes the sign of the logit, and nothing in the loss ties the two rates. One
+scalar closes the gap; fitted for several targets it turns one checkpoint into a family of sparsities. Biasing a
+layer changes what later layers see, so the fit alternates between measuring logits and solving for the bias.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wide.model import RoutedModel
+from wide.routing import KINDS
+
+CURVE_TARGETS = tuple(round(0.05 * i, 2) for i in range(1, 18))
+MAX_LOGITS_PER_LAYER = 200_000
+
+
+@dataclass
+class DialPoint:
+    """One fitted setting: `dial` [L, 2] (attention, ffn) float32, and the total sparsity measured with it."""
+
+    target: float
+    measured: float
+    dial: Tensor
+
+
+@torch.no_grad()
+def measure_logits(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
+    """Raw logits [L, N] of each kind under the current dial (a fixed sample of them), and the total sparsity."""
+    gates, seen, recorded = routed.gates, {kind: [] for kind in KINDS}, {}
+    original = gates.logits
+
+    def record(layer: int, kind: str, hidden: Tensor) -> Tensor:
+        recorded[kind, layer] = original(layer, kind, hidden)
+        return recorded[kind, layer]
+
+    gates.step.noise, gates.logits = None, record
+    try:
+        with routed.collect() as box:
+            for batch in batches:
+                routed.hidden_states(**batch)
+                valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+                for kind in KINDS:
+                    layers = range(routed.geometry.num_layers)
+                    seen[kind].append(torch.stack([recorded[kind, i][valid].flatten() for i in layers]).cpu())
+    finally:
+        del gates.logits
+    logits = {kind: torch.cat(rows, dim=1) for kind, rows in seen.items()}
+    for kind, rows in logits.items():
+        logits[kind] = rows[:, :: max(1, rows.shape[1] // MAX_LOGITS_PER_LAYER)].sort(dim=1).values
+    return logits, float(box[0].total)
+
+
+def fit_dial(
+    routed: RoutedModel,
+    batches: list[dict[str, Tensor]],
+    target: float,
+    granularity: str,
+    tolerance: float = 5e-4,
+    max_rounds: int = 8,
+) -> DialPoint:
+    """Set `routed.gates.dial` so that the total sparsity on `batches` is `target`; returns what was reached.
+
+    Args:
+        batches: model inputs of calibration text (never the text that is reported on).
+        target: total sparsity, 0 to 1.
+        granularity: "global" one bias; "kind" or "layer": each kind or (kind, layer) keeps its own sampled rate's
+            place, so that the layout found in training is what is deployed, and one shift meets the total.
+    """
+    gates = routed.gates
+    best: DialPoint | None = None
+    logits, measured = measure_logits(routed, batches)
+    bracket = [(0.0, None), (1.0, None)]
+    aim = target
+    for _ in range(max_rounds):
+        gates.dial.copy_(solve(logits, aim, granularity).to(gates.dial.device))
+        logits, measured = measure_logits(routed, batches)
+        point = DialPoint(target, measured, gates.dial.detach().cpu().clone())
+        if best is None or abs(measured - target) < abs(best.measured - target):
+            best = point
+        if abs(measured - target) <= tolerance:
+            break
+        aim = _next_aim(bracket, aim, measured, target)
+    assert best is not None
+    gates.dial.copy_(best.dial)
+    return best
+
+
+def _next_aim(bracket: list, aim: float, measured: float, target: float) -> float:
+    """What to ask the solver for next: asked and measured differ because later layers react to earlier gates."""
+    side = 0 if measured < target else 1
+    bracket[side] = (aim, measured)
+    (low_aim, low), (high_aim, high) = bracket
+    if low is None or high is None:
+        return min(max(aim + target - measured, 0.0), 1.0)
+    share = (target - low) / max(high - low, 1e-9)
+    return low_aim + (high_aim - low_aim) * min(max(share, 0.05), 0.95)
+
+
+def solve(logits: dict[str, Tensor], target: float, granularity: str) -> Tensor:
+    """Dial [L, 2] whose deterministic total sparsity over these (sorted) logits is `target`."""
+    if granularity == "global":
+        bias = _bisect(lambda b: sum(float((rows < -b).float().mean()) for rows in logits.values()) / 2, target)
+        num_layers = logits[KINDS[0]].shape[0]
+        return torch.full((num_layers, 2), bias)
+    shift = _bisect(lambda b: _sampled_rates(logits, b, granularity).mean().item(), target)
+    rates = _sampled_rates(logits, shift, granularity)  # [L, 2] wanted skip rates
+    dial = torch.zeros_like(rates)
+    for column, kind in enumerate(KINDS):
+        rows = logits[kind]
+        if granularity == "kind":
+            rows = rows.flatten().sort().values.expand(1, -1)
+        for layer in range(len(rates)):
+            row = rows[0 if granularity == "kind" else layer]
+            index = min(int(round(float(rates[layer, column]) * len(row))), len(row) - 1)
+            dial[layer, column] = -row[index]
+    return dial
+
+
+def _sampled_rates(logits: dict[str, Tensor], shift: float, granularity: str) -> Tensor:
+    """Skip rates [L, 2] that sampling would give with every logit shifted by `shift`, pooled per kind if asked."""
+    rates = torch.stack([torch.sigmoid(-(logits[kind] + shift)).mean(dim=1) for kind in KINDS], dim=1)
+    return rates.mean(dim=0, keepdim=True).expand_as(rates) if granularity == "kind" else rates
+
+
+def _bisect(rate_of_bias, target: float) -> float:
+    """Bias b with rate_of_bias(b) closest to `target`; the rate falls with b."""
+    low, high = -60.0, 60.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if rate_of_bias(middle) > target:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def fit_curve(
+    routed: RoutedModel, batches: list[dict[str, Tensor]], granularity: str, targets: Iterable[float] = CURVE_TARGETS
+) -> list[DialPoint]:
+    """Dial points for a range of targets, lowest first, for `set_sparsity` at load time. Restores the dial."""
+    before = routed.gates.dial.detach().clone()
+    curve = [fit_dial(routed, batches, target, granularity, tolerance=2e-3, max_rounds=4) for target in targets]
+    routed.gates.dial.copy_(before)
+    return curve
+
+
+def dial_for(curve: list[DialPoint], sparsity: float) -> Tensor:
+    """Dial [L, 2] for any sparsity within the curve, linear between its points.
+
+    Raises:
+        ValueError: no curve was stored, or `sparsity` lies outside it.
+    """
+    points = sorted(curve, key=lambda point: point.measured)
+    if not points:
+        raise ValueError("this checkpoint stores no dial curve; legal sparsity: the one it was trained at")
+    if not points[0].measured <= sparsity <= points[-1].measured:
+        low, high = points[0].measured, points[-1].measured
+        raise ValueError(f"sparsity={sparsity} lies outside the stored dial curve; legal: {low:.3f} to {high:.3f}")
+    for below, above in zip(points, points[1:], strict=False):
+        if below.measured <= sparsity <= above.measured:
+            share = (sparsity - below.measured) / max(above.measured - below.measured, 1e-9)
+            return below.dial + (above.dial - below.dial) * share
+    return points[-1].dial

@@ -1,0 +1,61 @@
+"""Token losses from hidden states, without ever holding all logits: chunks of tokens, recomputed in the backward.
+
+[B, T, V] logits in float32 are the largest tensor of a step (3.2 GB for 32 x 512 tokens at V = 49k), so both the
+cross-entropy and the distillation term go chunk by chunk. Losses are sums over predicted tokens; the caller divides
+by the count of the whole optimiser step, which makes accumulation equal to the big batch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 2048
+
+
+def next_token_labels(batch: dict[str, Tensor]) -> Tensor:
+    """Labels [B, T] aligned with the positions that predict them; -100 where nothing is predicted.
+
+    Padding is recognised by the attention mask, a document's first token by the labels given, never by token id.
+    """
+    labels = batch.get("labels", batch["input_ids"])
+    attention_mask = batch.get("attention_mask")
+    if attention_mask is not None:
+        labels = labels.masked_fill(attention_mask == 0, -100)
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def token_losses(
+    hidden: Tensor, head: nn.Module, labels: Tensor, teacher_hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy, and summed KL(teacher || student) when `teacher_hidden` is given (else 0).
+
+    Args:
+        hidden: [B, T, D] normed last hidden states of the student.
+        head: output projection D -> V.
+        labels: [B, T], already shifted, -100 = not counted.
+        teacher_hidden: [B, T, D] of the dense model.
+    """
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    teacher = None if teacher_hidden is None else teacher_hidden.flatten(0, 1)
+    cross_entropy, divergence = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+    for start in range(0, len(labels), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        arguments = (hidden[part], labels[part], None if teacher is None else teacher[part])
+        if torch.is_grad_enabled():
+            ce, kl = checkpoint(_chunk, head, *arguments, use_reentrant=False)
+        else:
+            ce, kl = _chunk(head, *arguments)
+        cross_entropy, divergence = cross_entropy + ce, divergence + kl
+    return cross_entropy, divergence
+
+
+def _chunk(head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float()
+    cross_entropy = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    if teacher is None:
+        return cross_entropy, torch.zeros_like(cross_entropy)
+    with torch.no_grad():
+        reference = head(teacher).float().log_softmax(-1)
+    per_token = F.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
+    return cross_entropy, per_token[labels != -100].sum()
