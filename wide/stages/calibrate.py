@@ -43,7 +43,7 @@ class Calibrate(L.LightningModule):
         if stage.activation_checkpointing:
             routed.base.gradient_checkpointing_enable({"use_reentrant": False})
         self._attention_weight = routed.cost(length=1).attention_weight
-        self._validation: RoutingStats | None = None
+        self.history: list[dict[str, Tensor]] = []
 
     def freeze(self) -> None:
         """Declare what learns in this stage."""
@@ -193,6 +193,10 @@ class Calibrate(L.LightningModule):
         """Keep trainable tensors and buffers of the gates; the frozen backbone is the user's own file."""
         keep = set(self.trainable_names()) | {f"routed.gates.{name}" for name, _ in self.routed.gates.named_buffers()}
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keep}
+        checkpoint["history"] = self.history_rows()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self.history = [{key: torch.tensor(v) for key, v in row.items()} for row in checkpoint["history"]]
 
     def load_state_dict(self, state_dict: dict, strict: bool = False, assign: bool = False):
         """Load non-strictly, then insist that exactly the frozen tensors were absent."""
@@ -224,7 +228,12 @@ class Calibrate(L.LightningModule):
         logged["sparsity"] = (logged["sparsity_attention"] + logged["sparsity_ffn"]) / 2
         logged["learning_rate"] = torch.tensor(self.lr_schedulers().get_last_lr()[0])
         logged["step"] = torch.tensor(float(self.global_step))
+        self.history.append({key: value.detach() for key, value in logged.items()})
         self.log_dict({f"{self.name}/{key}": value for key, value in logged.items()})
+
+    def history_rows(self) -> list[dict[str, float]]:
+        """One row per optimiser step since the start of the stage, resumed runs included."""
+        return [{key: float(value) for key, value in row.items()} for row in self.history]
 
 
 def _model_inputs(batch: dict) -> dict[str, Tensor]:

@@ -1,0 +1,104 @@
+"""Train one stage: data, routed model, stage, Lightning Trainer; then fit the dial on training text.
+
+Called by `experiments.pipeline`. Everything a resumed run needs lies in `<run folder>/checkpoints/last.ckpt`.
+"""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+
+from wide.callbacks import Progress
+from wide.config import Config
+from wide.data.module import CalibrationData
+from wide.model import RoutedModel
+from wide.stages.calibrate import Calibrate
+from wide.stages.fit_dial import DialPoint, fit_curve, fit_dial
+
+
+def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_name: str) -> L.Trainer:
+    """The Lightning Trainer of one stage; `fit` runs exactly `stage.steps` optimiser steps."""
+    stage = config.stage
+    folder = run_dir / "checkpoints"
+    last = ModelCheckpoint(
+        dirpath=folder,
+        filename="last",
+        every_n_train_steps=stage.save_every or stage.steps,
+        save_top_k=1,
+        enable_version_counter=False,
+    )
+    callbacks = [Progress(stage_name, stage.steps, stage.log_every), last]
+    if stage.val_every:
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=folder,
+                filename="best",
+                monitor=f"{stage_name}/val_cross_entropy",
+                enable_version_counter=False,
+            )
+        )
+    return L.Trainer(
+        accelerator=config.trainer.accelerator,
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.num_nodes,
+        strategy=config.trainer.strategy,
+        precision="32-true" if config.trainer.precision == "fp32" else "bf16-mixed",
+        max_steps=stage.steps,
+        max_epochs=-1,
+        val_check_interval=stage.val_every or None,
+        check_val_every_n_epoch=None,
+        limit_val_batches=None if stage.val_every else 0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        log_every_n_steps=stage.log_every,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=run_dir,
+        logger=logger or False,
+        callbacks=callbacks,
+    )
+
+
+def train(
+    config: Config, routed: RoutedModel, data: CalibrationData, run_dir: Path, logger: Logger | None
+) -> list[dict[str, float]]:
+    """Run the stage to its end, from `config.resume` if given; returns the history, one row per step."""
+    module = Calibrate(routed, config.stage, config.method, config.seed)
+    trainer = build_trainer(config, run_dir, logger, module.name)
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in routed.base.parameters())
+    if trainer.is_global_zero:
+        print(f"{module.name}: {count:,} trained parameters beside {total:,} frozen ones ({count / total:.2%})")
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint_to_resume(config.resume))
+    return module.history_rows()
+
+
+def checkpoint_to_resume(resume: str | None) -> str | None:
+    """The `.ckpt` file of a run folder (or the file itself); ValueError when there is none."""
+    if resume is None:
+        return None
+    path = Path(resume)
+    path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"resume={resume!r}: {path} does not exist; legal: a run folder or its checkpoints/last.ckpt")
+    return str(path)
+
+
+def fit_dials(
+    config: Config, routed: RoutedModel, data: CalibrationData, device: torch.device
+) -> tuple[DialPoint | None, list[DialPoint]]:
+    """Fit the dial to the method's target on training text, and the whole curve if the stage asks for it."""
+    method = config.method
+    if method.dial == "none" or not routed.gates.supports_dial:
+        return None, []
+    batches = data.train_blocks_batches(config.stage.dial_blocks, config.eval.batch_size, device)
+    curve = fit_curve(routed, batches, method.dial) if config.stage.dial_curve else []
+    point = fit_dial(routed, batches, target_total(method), method.dial)
+    return point, curve
+
+
+def target_total(method) -> float:
+    """Asked total sparsity: the plain mean of the two kinds where they are asked for separately."""
+    return sum(method.targets().values()) / len(method.targets())

@@ -1,0 +1,1 @@
+"""Measuring a routed model: perplexity beside dense, the routing report, text samples."""

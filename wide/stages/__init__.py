@@ -1,0 +1,1 @@
+"""Training stages: router calibration, LoRA recovery, and the dial fitted after them."""
