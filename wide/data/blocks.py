@@ -51,6 +51,7 @@ class TokenBlocks:
                     f"{split}: found {found} blocks, meta.json says {num_blocks} of {block_size} int32 ids"
                 )
         self._num_blocks = num_blocks
+        self._shard_blocks = len(self._tokens[0]) if self._tokens else 1  # every shard but the last is full
 
     def __len__(self) -> int:
         return self._num_blocks
@@ -63,7 +64,7 @@ class TokenBlocks:
         for row, place in enumerate(places):
             if not 0 <= place < len(self):
                 raise IndexError(f"block {place} of {len(self)}")
-            shard, offset = divmod(place, SHARD_BLOCKS)
+            shard, offset = divmod(place, self._shard_blocks)
             tokens[row], documents[row] = self._tokens[shard][offset], self._documents[shard][offset]
         return tokens, documents
 
@@ -202,8 +203,8 @@ def _check_counts(cfg: DataConfig, counts: dict[str, dict[str, int]]) -> None:
             raise ValueError(
                 f"the {split} split is too short for one block: {count['num_tokens']} tokens in "
                 f"{count['num_documents']} of {total} documents, data.block_size={cfg.block_size}. Give "
-                f"more text, lower data.block_size, or change what is held out: every {cfg.held_out_every}th document "
-                f"after the first {cfg.held_out_offset} (data.held_out_every, data.held_out_offset), or data.eval_path"
+                "more text, lower data.block_size, or change what is held out: data.held_out_every="
+                f"{cfg.held_out_every} from data.held_out_offset={cfg.held_out_offset} on, or data.eval_path"
             )
 
 

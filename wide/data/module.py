@@ -46,7 +46,7 @@ class CalibrationData(lightning.LightningDataModule):
         if len(self.train_blocks) < self.batch_size:
             raise ValueError(
                 f"the corpus gives {len(self.train_blocks)} training blocks of {self.cfg.block_size} tokens, "
-                f"fewer than stage.batch_size={self.batch_size}; give more text, lower the batch or data.block_size"
+                f"fewer than stage.batch_size={self.batch_size}; give more text or lower either size"
             )
 
     @property
