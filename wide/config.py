@@ -1,4 +1,4 @@
-"""Structured configs: one dataclass per group of `conf/`, with the range checks. The only file that knows OmegaConf.
+"""Structured configs: one dataclass per group of `conf/`, with the range checks. The only file of `wide` that knows Hydra.
 
 Hydra composes; `build` turns the composed node into a `Config` in one call, before anything heavy is loaded. A
 method's options live in `wide.methods.<name>.Config`; the caller passes that class, so that this file stays at the
@@ -7,9 +7,11 @@ bottom of the imports. Every mistake is one `ValueError` that names key, value a
 
 import dataclasses
 import difflib
+import secrets
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -259,3 +261,11 @@ def build(node: DictConfig, method_config: type, output_dir: str) -> Config:
         if key not in legal:
             raise ValueError(unknown_key(str(key), legal + list(GROUPS) + ["method"]))
     return Config(**groups, **top, output_dir=output_dir)
+
+
+def register_schemas() -> None:
+    """Give Hydra the dataclasses, so that each group knows its legal keys and types at composition."""
+    store = ConfigStore.instance()
+    for name, cls in GROUPS.items():
+        store.store(group=name, name="schema", node=cls)
+    OmegaConf.register_new_resolver("run_suffix", lambda: secrets.token_hex(3), use_cache=True, replace=True)

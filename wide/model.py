@@ -60,7 +60,7 @@ class RoutedModel(nn.Module):
 
     def hidden_states(self, **inputs: Tensor) -> Tensor:
         """Normed last hidden states [B, T, D], what the output projection reads."""
-        return families.get_path(self.base, self.layout.decoder)(**inputs)[0]
+        return families.get_path(self.base, self.layout.decoder)(use_cache=False, **inputs)[0]
 
     def generate(self, **inputs):
         """The stock generate, under whatever routing mode is active."""

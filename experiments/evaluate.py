@@ -1,0 +1,106 @@
+"""Evaluate a routed model on held-out text: dense and routed perplexity, routing report, samples, figures.
+
+Called by `experiments.pipeline` after training; `run` is the action that evaluates a saved checkpoint.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from experiments.train import held_batches
+from wide.config import Config
+from wide.data.module import CalibrationData
+from wide.evaluation.perplexity import score
+from wide.evaluation.report import routing_report
+from wide.evaluation.sample import sample_texts
+from wide.model import RoutedModel
+
+
+def evaluate(
+    config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase
+) -> dict:
+    """The report: held-out figures of the routed and of the dense model from the same blocks and code."""
+    blocks = data.eval_blocks
+    num_blocks = min(config.eval.blocks or len(blocks), len(blocks))
+    report = {"held_out": _scores(config, routed, held_batches(blocks, num_blocks, config))}
+    report["held_out"]["num_blocks"] = num_blocks
+    if config.eval.other_text:
+        report["other_text"] = _scores(config, routed, _text_batches(config, tokenizer))
+    if config.eval.new_tokens:
+        report["sample"] = sample_texts(routed, tokenizer, config.eval.prompt, config.eval.new_tokens)
+    return report
+
+
+def _scores(config: Config, routed: RoutedModel, batches: list[dict[str, torch.Tensor]]) -> dict:
+    bf16 = config.trainer.precision != "fp32"
+    dense = score(routed, batches, dense=True, bf16=bf16)
+    pruned = score(routed, batches, dense=False, bf16=bf16)
+    assert pruned.stats is not None
+    return {
+        "dense_perplexity": dense.perplexity,
+        "routed_perplexity": pruned.perplexity,
+        "log_perplexity_gap": pruned.loss - dense.loss,
+        "num_predicted": pruned.num_predicted,
+        "routing": routing_report(routed, pruned.stats, config.data.block_size),
+    }
+
+
+def _text_batches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
+    """Whole blocks of a text file of another kind."""
+    path = Path(config.eval.other_text)
+    if not path.is_file():
+        raise ValueError(f"eval.other_text={config.eval.other_text!r} does not exist; legal: a text file")
+    ids = torch.tensor(tokenizer(path.read_text(encoding="utf-8"))["input_ids"])
+    size = config.data.block_size
+    blocks = ids[: len(ids) // size * size].view(-1, size)[: config.eval.blocks]
+    if not len(blocks):
+        raise ValueError(f"eval.other_text={config.eval.other_text!r} is shorter than one block of {size} tokens")
+    return [{"input_ids": part} for part in blocks.split(config.eval.batch_size)]
+
+
+def flat_metrics(report: dict) -> dict[str, float]:
+    """The report's figures as flat columns of a results row."""
+    row: dict[str, float] = {}
+    for text in ("held_out", "other_text"):
+        if text not in report:
+            continue
+        part = report[text]
+        prefix = "" if text == "held_out" else "other_"
+        for key in ("dense_perplexity", "routed_perplexity", "log_perplexity_gap"):
+            row[prefix + key] = part[key]
+        routing = part["routing"]
+        row |= {f"{prefix}sparsity_{key}": routing["sparsity"][key] for key in ("total", "attention", "ffn")}
+        row |= {f"{prefix}skipped_{key}": value for key, value in routing["skipped"].items()}
+        row[prefix + "is_static"] = routing["is_static"]
+    return row
+
+
+def write_report(report: dict, folder: Path) -> None:
+    """`report.json`, and the text sample as Markdown for reading."""
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    if "sample" in report:
+        sample = report["sample"]
+        text = f"# {sample['prompt']}\n\n## Dense\n\n{sample['dense']}\n\n## Routed\n\n{sample['routed']}\n"
+        (folder / "sample.md").write_text(text, encoding="utf-8")
+
+
+def table(config: Config, report: dict, folder: Path) -> str:
+    """The table a run ends with."""
+    part = report["held_out"]
+    routing = part["routing"]
+    skipped, sparsity = routing["skipped"], routing["sparsity"]
+    rows = [
+        ("dense perplexity", f"{part['dense_perplexity']:.2f}"),
+        ("routed perplexity", f"{part['routed_perplexity']:.2f}"),
+        ("asked sparsity", f"{config.method.sparsity:.1%}"),
+        ("measured sparsity (hard, held out)", f"{sparsity['total']:.1%}"),
+        ("  attention / FFN", f"{sparsity['attention']:.1%} / {sparsity['ffn']:.1%}"),
+        ("skipped prunable parameters", f"{skipped['params']:.1%}"),
+        (f"skipped FLOPs at {routing['length']} tokens", f"{skipped['flops']:.1%}"),
+        ("skipped weight bytes, one-token decode", f"{skipped['bytes']:.1%}"),
+        ("outputs", str(folder)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

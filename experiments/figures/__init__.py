@@ -1,0 +1,1 @@
+"""One figure per file; each has `save(data, ..., path)`."""

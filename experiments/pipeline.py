@@ -1,0 +1,136 @@
+"""The default action: load, calibrate, fit the dial, evaluate, save everything into one run folder, one row.
+
+Reads top to bottom. Settings that cannot work are refused from the model's config, before any weight is loaded.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from experiments.evaluate import evaluate, flat_metrics, table, write_report
+from experiments.figures import curves, layout
+from experiments.train import fit_dials, train
+from wide import families, methods
+from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
+from wide.checkpoint import save_pretrained
+from wide.config import Config
+from wide.data.module import CalibrationData
+from wide.loggers import build_logger, finish
+from wide.model import RoutedModel
+from wide.results import environment_report
+
+
+def run(config: Config) -> dict:
+    """Run the experiment; returns the metrics of its results row."""
+    run_dir = Path(config.output_dir)
+    geometry = read_geometry(config.model)
+    families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
+    check_lengths(config, geometry)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    environment = environment_report()
+    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    logger = build_logger(config, run_dir, job_type=config.stage.name)
+    failed = True
+    try:
+        metrics = _run(config, run_dir, logger, environment)
+        failed = False
+        return metrics
+    finally:
+        finish(logger, exit_code=int(failed))
+
+
+def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict) -> dict:
+    device = choose_device(config)
+    tokenizer = load_tokenizer(config.model)
+    base = load_base(config.model, device)
+    base_fingerprint = fingerprint(base)
+    geometry = families.Geometry.from_hf(base.config)
+    gates = methods.load(config.method.name).build(config.method, geometry, config.seed).to(device)
+    routed = RoutedModel(base, gates, families.load(geometry.family))
+    data = CalibrationData(
+        config.data,
+        tokenizer,
+        steps=config.stage.steps,
+        batch_size=config.stage.batch_size,
+        seed=config.seed,
+        cache_root=Path(config.data.cache_dir or "outputs/cache"),
+        vocab_size=geometry.vocab_size,
+        val_blocks=config.stage.val_blocks,
+    )
+    history = train(config, routed, data, run_dir, logger)
+    routed.to(device).eval()
+    point, curve = fit_dials(config, routed, data, device)
+    report = evaluate(config, routed, data, tokenizer)
+    report["asked_sparsity"] = config.method.sparsity
+    report["dial"] = None if point is None else {"target": point.target, "measured_on_training_text": point.measured}
+    metrics = flat_metrics(report)
+    if not math.isfinite(metrics["routed_perplexity"]):
+        raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")
+    if rank_zero_only.rank == 0:
+        _write(config, run_dir, routed, report, history, curve, metrics, environment, base_fingerprint)
+        log_results(logger, run_dir, metrics)
+    return metrics
+
+
+def _write(config, run_dir, routed, report, history, curve, metrics, environment, base_fingerprint) -> None:
+    write_report(report, run_dir)
+    (run_dir / "history.json").write_text(json.dumps(history) + "\n")
+    save_pretrained(
+        routed,
+        run_dir / "checkpoint",
+        model=config.model,
+        method=config.method,
+        base_fingerprint=base_fingerprint,
+        curve=curve,
+        recipe=config.to_dict(),
+        metrics=metrics,
+        versions=environment["versions"],
+    )
+    layout.save(report["held_out"]["routing"], run_dir / "layout.png")
+    curves.save(history, config.stage.name, run_dir / "curves.png")
+    print(table(config, report, run_dir), flush=True)
+    warn_if_missed(config.method.sparsity, metrics["sparsity_total"])
+
+
+def choose_device(config: Config) -> torch.device:
+    """Where the model lives: the GPU when there is one and it was not refused."""
+    wants_gpu = config.trainer.accelerator in ("auto", "gpu")
+    if config.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        raise ValueError("trainer.accelerator=gpu but no CUDA device is visible; legal here: cpu, auto")
+    if wants_gpu and torch.cuda.is_available():
+        return torch.device("cuda", rank_zero_only.rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def check_lengths(config: Config, geometry: families.Geometry) -> None:
+    """Blocks longer than the model's positions would be silently wrong."""
+    limit = min(geometry.max_positions, config.model.max_length)
+    if config.data.block_size > limit:
+        raise ValueError(f"data.block_size={config.data.block_size} exceeds what the model takes; legal: 2 to {limit}")
+
+
+def warn_if_missed(asked: float, measured: float, tolerance: float = 0.02) -> None:
+    if abs(asked - measured) > tolerance:
+        print(f"target missed: asked {asked:.1%}, got {measured:.1%}", flush=True)
+
+
+def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
+    """Mirror the row into the tracker's summary, with the pictures and the router bundle where it is W&B."""
+    if logger is None:
+        return
+    run = getattr(logger, "experiment", None)
+    if hasattr(run, "log_artifact"):
+        import wandb
+
+        run.summary.update(metrics)
+        run.log({"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))})
+        artifact = wandb.Artifact(f"routers-{run.id}", type="routers")
+        artifact.add_dir(str(run_dir / "checkpoint"))
+        run.log_artifact(artifact)
+    else:
+        logger.log_metrics({k: v for k, v in metrics.items() if isinstance(v, int | float)})

@@ -1,0 +1,133 @@
+"""Results: one JSON object per finished or failed run, appended to a JSONL file; a reader that gives a DataFrame.
+
+The row says what was asked, what was measured, on what, with which versions and which command. Appends take a lock
+and are flushed to disk, so parallel jobs may share a file; a line torn by a killed writer is skipped with a warning
+and does not spoil the next one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pandas as pd
+
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "triton", "transformers", "peft", "lightning", "hydra-core", "lm-eval", "wandb", "safetensors")
+
+
+def append_row(path: str | Path, row: dict) -> None:
+    """Append one flat JSON row, atomically with respect to other writers of the same file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
+    with open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":  # a writer was killed in mid-line
+                line = "\n" + line
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """All rows of the files as a DataFrame; unreadable lines are skipped with a warning naming file and line."""
+    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    rows = []
+    for path in files:
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                if line.strip():
+                    warnings.warn(f"{path}:{number} is not a whole JSON row and was skipped", stacklevel=2)
+                continue
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def base_row(config: dict, run_id: str, command: str, environment: dict) -> dict:
+    """The part of a row that is known at the start of a run."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": run_id,
+        "experiment": config["experiment_name"],
+        "action": config["action"],
+        "model": config["model"]["name"],
+        "method": config["method"]["name"],
+        "asked_sparsity": config["method"].get("sparsity"),
+        "seed": config["seed"],
+        "config": config,
+        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
+        "command": command,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": environment["device"],
+        "versions": environment["versions"],
+        "git_revision": environment["git_revision"],
+    }
+
+
+def finished(row: dict, metrics: dict) -> dict:
+    return row | metrics | {"status": "finished", "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def failed(row: dict, error: BaseException) -> dict:
+    message = str(error).strip().split("\n")[0][:500]
+    end = datetime.now(UTC).isoformat(timespec="seconds")
+    return row | {"status": "failed", "error": type(error).__name__, "message": message, "finished": end}
+
+
+def environment_report() -> dict:
+    """Versions, device, platform and git revision; no paths, no environment variables."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "versions": package_versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "num_devices": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "git_revision": git_revision(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """Commit of the checkout the code lies in, with `+` when files differ from it; None outside a checkout."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("WIDE_GIT_REVISION")
+    return head + ("+" if changed.stdout.strip() else "")
+
+
+def command_line() -> str:
+    """What was typed, without the interpreter's path."""
+    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
