@@ -32,7 +32,7 @@ def cli() -> int:
         job = sys.modules.get("experiments.job")
         check_sweep(sys.argv[1:], job.NUM_STARTED if job else 0)
     except Exception as error:
-        line = explain(error, sys.argv[1:])
+        line = explain(error)
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)

@@ -18,9 +18,7 @@ from wide.evaluation.sample import sample_texts
 from wide.model import RoutedModel
 
 
-def evaluate(
-    config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase
-) -> dict:
+def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> dict:
     """The report: held-out figures of the routed and of the dense model from the same blocks and code."""
     blocks = data.eval_blocks
     num_blocks = min(config.eval.blocks or len(blocks), len(blocks))

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+import sys
 import traceback
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 import experiments
+from experiments.mistakes import explain
 from wide import methods, results
 from wide.config import Config, build
 
@@ -24,14 +26,23 @@ def run_job(node: DictConfig) -> None:
     global NUM_STARTED
     NUM_STARTED += 1
     hydra = HydraConfig.get()
-    run_dir = Path(hydra.runtime.output_dir)
+    try:
+        _run(node, hydra.mode, Path(hydra.runtime.output_dir))
+    except ValueError as error:
+        line = explain(error)
+        if line is None or hydra.mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(node: DictConfig, mode: RunMode, run_dir: Path) -> None:
     config = build(node, methods.load(node.method.name).Config, str(run_dir))
     action = load_action(config.action)
-    refuse_shared_sweep(config, hydra.mode)
+    refuse_shared_sweep(config, mode)
     refuse_used_folder(run_dir)
-    row = results.base_row(
-        config.to_dict(), run_dir.name, results.command_line(), results.environment_report()
-    )
+    environment = results.environment_report()
+    row = results.base_row(config.to_dict(), run_dir.name, results.command_line(), environment)
     try:
         metrics = action.run(config)
     except BaseException as error:
@@ -71,4 +82,3 @@ def refuse_shared_sweep(config: Config, mode: RunMode) -> None:
 def refuse_used_folder(run_dir: Path) -> None:
     if (run_dir / "row.jsonl").exists():
         raise ValueError(f"{run_dir} already holds a run; choose another folder, or resume from it with resume=")
-

@@ -18,10 +18,10 @@ from wide.config import GROUPS, Config, unknown_key
 ROOT = Path(__file__).parent.parent
 
 
-def explain(error: BaseException, arguments: list[str]) -> str | None:
+def explain(error: BaseException) -> str | None:
     """One line for a user's mistake; None when it is no mistake of the user's."""
     if isinstance(error, ConfigCompositionException | HydraException | OmegaConfBaseException):
-        return _explain_hydra(error, arguments)
+        return _explain_hydra(error)
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
     return None
@@ -33,11 +33,11 @@ def _is_ours(error: BaseException) -> bool:
     return any(last.is_relative_to(ROOT / part) for part in ("wide", "experiments", "kernels"))
 
 
-def _explain_hydra(error: BaseException, arguments: list[str]) -> str:
+def _explain_hydra(error: BaseException) -> str:
     text = str(error)
     missing = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if missing:
-        options = re.findall(r"^\t(\S+)", text, re.M)
+        options = [o for o in re.findall(r"^\t(\w+)$", text, re.M) if o != "schema"]
         return _unknown_option(missing[1], missing[2], options)
     key = re.search(r"Could not override '([^']+)'", text)
     if key and key[1] == "experiment":

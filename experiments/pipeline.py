@@ -5,6 +5,7 @@ Reads top to bottom. Settings that cannot work are refused from the model's conf
 
 import json
 import math
+import os
 from pathlib import Path
 
 import lightning as L
@@ -93,7 +94,7 @@ def _write(config, run_dir, routed, report, history, curve, metrics, environment
     )
     layout.save(report["held_out"]["routing"], run_dir / "layout.png")
     curves.save(history, config.stage.name, run_dir / "curves.png")
-    print(table(config, report, run_dir), flush=True)
+    print(table(config, report, Path(os.path.relpath(run_dir))), flush=True)
     warn_if_missed(config.method.sparsity, metrics["sparsity_total"])
 
 
@@ -128,7 +129,9 @@ def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
         import wandb
 
         run.summary.update(metrics)
-        run.log({"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))})
+        run.log(
+            {"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))}
+        )
         artifact = wandb.Artifact(f"routers-{run.id}", type="routers")
         artifact.add_dir(str(run_dir / "checkpoint"))
         run.log_artifact(artifact)

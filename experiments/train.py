@@ -3,6 +3,8 @@
 Called by `experiments.pipeline`. Everything a resumed run needs lies in `<run folder>/checkpoints/last.ckpt`.
 """
 
+import logging
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -15,13 +17,27 @@ from wide.config import Config
 from wide.data.batches import Batch, forward_inputs, make_batch
 from wide.data.blocks import TokenBlocks
 from wide.data.module import CalibrationData
+from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
 from wide.stages.calibrate import Calibrate
-from wide.stages.fit_dial import DialPoint, fit_curve, fit_dial
+
+
+def quiet_lightning() -> None:
+    """Drop Lightning's tips and its warnings about choices made here on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 under torch 2.13
+        ".*in eval mode at the start of training.*",  # the frozen backbone is in eval mode on purpose
+        ".*overridden `on_before_batch_transfer`.*",
+        ".*Using ModelCheckpoint with manual optimization.*",  # resuming needs the state after the step
+        ".*does not have many workers.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_name: str) -> L.Trainer:
     """The Lightning Trainer of one stage; `fit` runs exactly `stage.steps` optimiser steps."""
+    quiet_lightning()
     stage = config.stage
     folder = run_dir / "checkpoints"
     last = ModelCheckpoint(

@@ -240,9 +240,7 @@ def test_compensation_replaces_skipped_groups_by_their_vectors():
     def add(kind, index):
         def hook(module, args, output):
             vectors = model.gates.vectors[kind][index]
-            return output + sum(
-                (1 - gates[kind][index][..., g : g + 1]) * vectors[g] for g in range(vectors.shape[0])
-            )
+            return output + sum((1 - gates[kind][index][..., g : g + 1]) * vectors[g] for g in range(vectors.shape[0]))
 
         return hook
 

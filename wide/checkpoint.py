@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from wide import families
 from wide.base_model import fingerprint, load_base
 from wide.config import ModelConfig, to_dataclass
+from wide.dial import DialPoint, dial_for
 from wide.methods import load as load_method
 from wide.model import RoutedModel
-from wide.stages.fit_dial import DialPoint, dial_for
 
 FORMAT_VERSION = 1
 TENSORS, CONFIG, CARD = "routers.safetensors", "wide_config.json", "README.md"
@@ -153,9 +153,7 @@ def from_pretrained(
     dials = tensors.pop("dial_curve", None)
     wanted, found = set(gates.state_dict()), set(tensors)
     if wanted != found:
-        raise ValueError(
-            f"{folder / TENSORS}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}"
-        )
+        raise ValueError(f"{folder / TENSORS}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
     gates.load_state_dict(tensors)
     if (folder / "adapter").exists():
         from peft import PeftModel

@@ -16,7 +16,7 @@ from wide.config import Config
 
 
 def wandb_mode(asked: str) -> str:
-    """"auto" is online when a key is configured (variable or netrc entry of the W&B host), else offline."""
+    """ "auto" is online when a key is configured (variable or netrc entry of the W&B host), else offline."""
     if asked != "auto":
         return asked
     if os.environ.get("WANDB_MODE"):

@@ -71,7 +71,9 @@ def hard_gate(logits: Tensor, noise: Tensor | None = None, tau: float = 1.0) -> 
     return hard + (soft - soft.detach())
 
 
-def gate_noise(seed: int, step: int, sample_positions: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def gate_noise(
+    seed: int, step: int, sample_positions: list[int], shape: tuple[int, ...], device: torch.device
+) -> Tensor:
     """Logistic noise [len(sample_positions), *shape] float32, one stream per (seed, step, place in the global batch).
 
     Keyed by the sample's place, so a step gives the same gates however it is cut into micro-batches and ranks, and a
@@ -79,7 +81,7 @@ def gate_noise(seed: int, step: int, sample_positions: Tensor, shape: tuple[int,
     """
     generator = torch.Generator(device=device)
     noise = torch.empty((len(sample_positions), *shape), device=device)
-    for row, position in zip(noise, sample_positions.tolist(), strict=True):
+    for row, position in zip(noise, sample_positions, strict=True):
         generator.manual_seed((seed * 1_000_003 + step) * 1_000_003 + position & 0x7FFF_FFFF_FFFF_FFFF)
         row.uniform_(generator=generator)
     noise.clamp_(1e-7, 1 - 1e-7)

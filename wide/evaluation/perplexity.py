@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wide.loss import next_token_labels, token_losses
 from wide.model import RoutedModel
 from wide.routing import RoutingStats
-from wide.stages.loss import next_token_labels, token_losses
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from wide.config import StageConfig
+from wide.loss import next_token_labels, token_losses
 from wide.model import RoutedModel
 from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsity_distance, temperature
-from wide.stages.loss import next_token_labels, token_losses
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -203,7 +203,9 @@ class Calibrate(L.LightningModule):
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         missing = [name for name in self.trainable_names() if name in result.missing_keys]
         if missing or result.unexpected_keys:
-            raise ValueError(f"checkpoint does not fit this run: missing {missing}, unexpected {result.unexpected_keys}")
+            raise ValueError(
+                f"checkpoint does not fit this run: missing {missing}, unexpected {result.unexpected_keys}"
+            )
         return result
 
     def _reduce(self, value: Tensor) -> Tensor:
