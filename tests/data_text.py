@@ -19,7 +19,7 @@ def byte_tokenizer(
     eos: str | None = "<end>",
     pad: str | None = None,
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over LINES. `<unk>` is 0, `<begin>` 1, `<end>` 2, `<fill>` 3; `extra` changes the merges."""
+    """Byte-level BPE over LINES. `<unk>` is 0, `<begin>` 1, `<end>` 2, `<fill>` 3; `extra` is further text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,16 +1,16 @@
 """The DataModule: order, ranks, resume, held-out batches, and attention kept inside documents."""
 
-import importlib
 from collections import Counter
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
+import transformers
+from data_text import byte_tokenizer, files_config, write_texts
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_text import byte_tokenizer, files_config, write_texts
 from wide.data.batches import (
     IGNORED_LABEL,
     EvalBatches,
@@ -35,9 +35,7 @@ def calibration_data(folder: Path, **options: object) -> CalibrationData:
 
 def rank_batches(data: CalibrationData, rank: int, world_size: int) -> StepBatches:
     order = StepOrder(len(data.train_blocks), data.batch_size, data.seed)
-    return StepBatches(
-        data.train_blocks, order, data.steps, rank, world_size, lambda: 0, data.cfg.document_boundaries
-    )
+    return StepBatches(data.train_blocks, order, data.steps, rank, world_size, lambda: 0, data.cfg.document_boundaries)
 
 
 def test_every_epoch_visits_every_block_once_in_another_order() -> None:
@@ -70,9 +68,7 @@ def test_a_batch_that_ranks_cannot_share_evenly_is_refused(tmp_path: Path) -> No
 
 
 def test_fewer_blocks_than_one_batch_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"gives 3 training blocks of 32 tokens, fewer than stage.batch_size=4"
-    ):
+    with pytest.raises(ValueError, match=r"gives 3 training blocks of 32 tokens, fewer than stage.batch_size=4"):
         calibration_data(tmp_path, max_train_blocks=3).setup()
 
 
@@ -119,9 +115,7 @@ class Recorder(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(
-    data: CalibrationData, folder: Path, max_steps: int, resume: str | None, look_ahead: bool
-) -> Recorder:
+def fit(data: CalibrationData, folder: Path, max_steps: int, resume: str | None, look_ahead: bool) -> Recorder:
     module = Recorder(look_ahead)
     quiet = {
         "logger": False,
@@ -182,7 +176,6 @@ def test_labels_are_ignored_by_place_never_by_identity(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_packed_documents_get_the_logits_they_get_alone(tmp_path: Path, attn: str, family: str) -> None:
     torch.manual_seed(0)
-    transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config")(
         vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, attn_implementation=attn,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_text import byte_tokenizer, files_config, write_texts
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data_text import byte_tokenizer, files_config, write_texts
 from wide.config import DataConfig
 from wide.data import blocks as blocks_module
 from wide.data.blocks import BlockCache, open_blocks, open_text
@@ -107,9 +107,7 @@ def test_padding_choices_do_not_change_ids(tmp_path: Path, pad: str | None) -> N
 
 def test_missing_special_tokens_are_refused_with_what_is_legal(tmp_path: Path) -> None:
     cfg = files_config(write_texts(tmp_path / "t"))
-    with pytest.raises(
-        ValueError, match=r"data.eos=always, but the tokenizer has no end token; legal here: never"
-    ):
+    with pytest.raises(ValueError, match=r"data.eos=always, but the tokenizer has no end token; legal here: never"):
         open_blocks(cfg, byte_tokenizer(eos=None), tmp_path)
     with pytest.raises(
         ValueError, match=r"data.bos=always, but the tokenizer has no begin token; legal here: tokenizer"
@@ -121,8 +119,8 @@ def test_missing_special_tokens_are_refused_with_what_is_legal(tmp_path: Path) -
 
 def test_ids_beyond_the_embedding_table_are_refused_even_from_the_cache(tmp_path: Path) -> None:
     cfg, tokenizer = files_config(write_texts(tmp_path / "t")), byte_tokenizer()
-    highest = open_blocks(cfg, tokenizer, tmp_path).meta["highest_id"]
-    assert highest == max(int(b[:][0].max()) for b in (open_blocks(cfg, tokenizer, tmp_path).train,))
+    cache = open_blocks(cfg, tokenizer, tmp_path)
+    highest = max(int(blocks[:][0].max()) for blocks in (cache.train, cache.eval))
     open_blocks(cfg, tokenizer, tmp_path, vocab_size=highest + 1)
     with pytest.raises(ValueError, match=rf"id {highest}, but the model has {highest} embedding rows"):
         open_blocks(cfg, tokenizer, tmp_path, vocab_size=highest)
@@ -137,7 +135,8 @@ def test_every_input_changes_the_cache_key(tmp_path: Path) -> None:
 
     changes = (
         {"block_size": 16}, {"bos": "always"}, {"eos": "never"}, {"held_out_every": 5},
-        {"held_out_offset": 2}, {"max_train_blocks": 3}, {"max_eval_blocks": 3}, {"path": str(other)}, {"eval_path": str(other)},
+        {"held_out_offset": 2}, {"max_train_blocks": 3}, {"max_eval_blocks": 3},
+        {"path": str(other)}, {"eval_path": str(other)},
     )  # fmt: skip
     keys = [key(cfg, tokenizer)] + [key(dataclasses.replace(cfg, **change), tokenizer) for change in changes]
     tokenizers = [
@@ -158,9 +157,7 @@ def test_fingerprint_ignores_what_a_call_left_behind() -> None:
     assert tokenizer_fingerprint(tokenizer) == before
 
 
-def test_a_second_opening_reads_the_entry_and_does_not_encode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_opening_reads_the_entry_and_does_not_encode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, tokenizer = files_config(write_texts(tmp_path / "t")), byte_tokenizer()
     first = open_blocks(cfg, tokenizer, tmp_path / "c")
     monkeypatch.setattr(Encoder, "encode", lambda self, texts: pytest.fail("encoded again"))
@@ -186,9 +183,7 @@ def test_a_damaged_entry_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_too_little_text_says_how_much_there_is(tmp_path: Path) -> None:
     write_texts(tmp_path, 1)
-    with pytest.raises(
-        ValueError, match="eval split is too short for one block: 0 tokens in 0 of 1 documents"
-    ):
+    with pytest.raises(ValueError, match="eval split is too short for one block: 0 tokens in 0 of 1 documents"):
         open_blocks(files_config(tmp_path), byte_tokenizer(), tmp_path / "c")
     assert list((tmp_path / "c").iterdir()) == [], "a failed build leaves nothing behind"
 
@@ -221,9 +216,7 @@ def test_two_processes_building_at_once_agree_and_leave_one_entry(tmp_path: Path
     assert [p.name for p in (tmp_path / "c").iterdir()] == [results[0][0]]
 
 
-def test_the_later_of_two_builders_takes_the_earlier_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_later_of_two_builders_takes_the_earlier_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, tokenizer = files_config(write_texts(tmp_path / "t")), byte_tokenizer()
     pack, entered = blocks_module._pack, []
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from data_text import files_config, write_texts
+
 from wide.config import DataConfig
 from wide.data.corpus import Corpus
 

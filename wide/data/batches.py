@@ -103,9 +103,7 @@ class EvalBatches:
         for first in range(0, len(mine), self.rows):
             positions = torch.tensor(mine[first : first + self.rows])
             counted = positions < self.num_blocks
-            item = make_batch(
-                self.blocks, positions.clamp(max=self.num_blocks - 1).tolist(), self.document_boundaries
-            )
+            item = make_batch(self.blocks, positions.clamp(max=self.num_blocks - 1).tolist(), self.document_boundaries)
             item["labels"][~counted] = IGNORED_LABEL
             yield item | {"sample_positions": positions, "counted": counted}
 

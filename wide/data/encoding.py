@@ -29,9 +29,7 @@ class Encoder:
     def from_config(cls, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
         wants_bos = cfg.bos == "always" or (cfg.bos == "tokenizer" and adds_bos(tokenizer))
         if wants_bos and tokenizer.bos_token_id is None:
-            raise ValueError(
-                "data.bos=always, but the tokenizer has no begin token; legal here: tokenizer, never"
-            )
+            raise ValueError("data.bos=always, but the tokenizer has no begin token; legal here: tokenizer, never")
         if cfg.eos == "always" and tokenizer.eos_token_id is None:
             raise ValueError("data.eos=always, but the tokenizer has no end token; legal here: never")
         bos_id = tokenizer.bos_token_id if wants_bos else None
