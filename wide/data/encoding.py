@@ -56,21 +56,13 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over all that decides ids: serialised tokenizer, class, special ids, begin-token habit."""
     if tokenizer.is_fast:
         serialised = json.loads(tokenizer.backend_tokenizer.to_str())
-        for call_state in (
-            "padding",
-            "truncation",
-        ):  # left over from the last call, not part of the tokenizer
+        for call_state in ("padding", "truncation"):  # left over from the last call
             serialised.pop(call_state, None)
     else:
         serialised = sorted(tokenizer.get_vocab().items())
     identity = {
         "class": type(tokenizer).__name__,
-        "special_ids": [
-            tokenizer.bos_token_id,
-            tokenizer.eos_token_id,
-            tokenizer.pad_token_id,
-            tokenizer.unk_token_id,
-        ],
+        "special_ids": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id],
         "adds_bos": adds_bos(tokenizer),
         "serialised": serialised,
     }
