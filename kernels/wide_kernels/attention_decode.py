@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from wide_kernels.gqa import LOG2_E, HeadGroups, check_call, reference, runs_triton
-from wide_kernels.gqa_decode import merge_kernel, split_kernel
+from ._launch import refuse_gradient, runs_triton
+from .gqa import LOG2_E, HeadGroups, can_chain, chain_option, check_call, reference
+from .gqa_decode import merge_kernel, split_kernel
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def run_triton(
     if out.numel() == 0:
         return out
     split = split or default_split(sizes, q.dtype)
-    splitters = split.programs * num_processors(q.device)
-    segments = splitters + sizes.num_items
-    parts = torch.empty(segments, sizes.heads, sizes.head_size, dtype=torch.float32, device=q.device)
-    stats = torch.empty(segments, 2, sizes.heads, dtype=torch.float32, device=q.device)
+    programs = max(split.programs * num_processors(q.device), sizes.num_items)
+    parts = torch.empty(programs, sizes.heads, sizes.head_size, dtype=torch.float32, device=q.device)
+    stats = torch.empty(programs, 2, sizes.heads, dtype=torch.float32, device=q.device)
+    chained = can_chain(q)
     shape = {
         "NUM_GROUPS": sizes.num_groups,
         "UNITS": sizes.units,
@@ -67,33 +68,20 @@ def run_triton(
         "ITEMS": triton.next_power_of_2(sizes.num_items),
         "BLOCK_N": split.keys,
         "BLOCK_D": max(16, triton.next_power_of_2(sizes.head_size)),
+        "CHAINED": chained,
     }
     rows = (keep_mask, key_start, key_length)
     mask_strides = (keep_mask.stride(0), keep_mask.stride(2))
-    limits = (sizes.num_keys, window, sizes.num_items)
-    split_kernel[(splitters,)](
-        q,
-        k,
-        v,
-        *rows,
-        parts,
-        stats,
-        *(q.stride(axis) for axis in (0, 2, 3)),
-        *k.stride(),
-        *v.stride(),
-        *mask_strides,
-        scale * LOG2_E,
-        *limits,
-        HEADS_PER_KV=sizes.heads_per_kv,
+    limits = (sizes.num_keys, window, sizes.num_items, programs)
+    split_kernel[(programs,)](
+        q, k, v, *rows, parts, stats, *(q.stride(axis) for axis in (0, 2, 3)), *k.stride(), *v.stride(), *mask_strides,
+        scale * LOG2_E, *limits, HEADS_PER_KV=sizes.heads_per_kv,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=max(16, triton.next_power_of_2(sizes.heads)),
-        num_warps=split.warps,
-        num_stages=split.stages,
-        **shape,
-    )
-    grid = (sizes.num_items, sizes.heads)
-    merge_kernel[grid](
-        *rows, parts, stats, out, *mask_strides, *limits, splitters, SEGMENTS=32, num_warps=4, **shape
+        BLOCK_M=max(16, triton.next_power_of_2(sizes.heads)), num_warps=split.warps, num_stages=split.stages, **shape,
+    )  # fmt: skip
+    merged = min(128, max(16, triton.next_power_of_2(2 * programs // sizes.num_items)))
+    merge_kernel[(sizes.num_items, sizes.heads)](
+        *rows, parts, stats, out, *mask_strides, *limits, SPLITS=merged, num_warps=4, **shape, **chain_option(chained)
     )
     return out
 
@@ -145,10 +133,12 @@ def attention_decode(
         the cache holds outside a row's span never matters. Float32 softmax and accumulation; deterministic.
 
     Raises:
-        ValueError: shapes, dtypes or group size that do not fit, more than one token, or a gradient is asked for.
+        ValueError: shapes, dtypes or group size that do not fit, or more than one token a row.
+        RuntimeError: a gradient is asked for.
     """
     HeadGroups.of(q, k, v, keep_mask)
-    check_call(q, k, v, key_start, key_length, window)
+    refuse_gradient("attention_decode", q, k, v)
+    check_call(q, key_start, key_length, window)
     if q.shape[1] != 1:
         raise ValueError(f"attention_decode takes one token a row, got {q.shape[1]}; use attention_prefill")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

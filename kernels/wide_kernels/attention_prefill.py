@@ -13,8 +13,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from wide_kernels.gqa import LOG2_E, HeadGroups, check_call, reference, runs_triton
-from wide_kernels.gqa_prefill import partition_kernel, prefill_kernel
+from ._launch import refuse_gradient, runs_triton
+from .gqa import LOG2_E, HeadGroups, can_chain, chain_option, check_call, reference
+from .gqa_prefill import partition_kernel, prefill_kernel
 
 
 @dataclass(frozen=True)
@@ -41,34 +42,23 @@ def default_tile(sizes: HeadGroups, dtype: torch.dtype) -> Tile:
 
 def tma_ready(x: Tensor) -> bool:
     """Whether a tensor map can describe `x`: Hopper or later, unit last stride, the others multiples of 16 bytes."""
-    aligned = x.data_ptr() % 16 == 0 and all(
-        s * x.element_size() % 16 == 0 and s > 0 for s in x.stride()[:-1]
-    )
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 and s > 0 for s in x.stride()[:-1])
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9 and x.stride(-1) == 1 and aligned
 
 
 def partition(
-    keep_mask: Tensor, sizes: HeadGroups, key_start: Tensor | None, key_length: Tensor | None
+    keep_mask: Tensor, sizes: HeadGroups, key_start: Tensor | None, key_length: Tensor | None, chained: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Token lists int32 [B, G, Tq] (active ascending from the front, the rest from the back) and counts [B, G]."""
     lists = (sizes.batch, sizes.num_groups)
     tokens = torch.empty(*lists, sizes.num_tokens, dtype=torch.int32, device=keep_mask.device)
     counts = torch.empty(lists, dtype=torch.int32, device=keep_mask.device)
-    partition_kernel[(sizes.batch * sizes.num_groups,)](
-        keep_mask,
-        key_start,
-        key_length,
-        tokens,
-        counts,
-        *keep_mask.stride(),
-        sizes.num_tokens,
-        sizes.num_keys,
-        NUM_GROUPS=sizes.num_groups,
-        HAS_START=key_start is not None,
-        HAS_LENGTH=key_length is not None,
-        BLOCK=min(4096, max(16, triton.next_power_of_2(sizes.num_tokens))),
-        num_warps=8,
-    )
+    chunk = min(1024, max(16, triton.next_power_of_2(sizes.num_tokens)))
+    partition_kernel[(sizes.batch * sizes.num_groups, triton.cdiv(sizes.num_tokens, chunk))](
+        keep_mask, key_start, key_length, tokens, counts, *keep_mask.stride(), sizes.num_tokens, sizes.num_keys,
+        NUM_GROUPS=sizes.num_groups, HAS_START=key_start is not None, HAS_LENGTH=key_length is not None,
+        CHUNK=chunk, COUNTING=4 * chunk, CHAINED=chained, num_warps=8,
+    )  # fmt: skip
     return tokens, counts
 
 
@@ -90,48 +80,22 @@ def run_triton(
         return out
     tile = tile or default_tile(sizes, q.dtype)
     block_d = max(16, triton.next_power_of_2(sizes.head_size))
-    tokens, counts = partition(keep_mask, sizes, key_start, key_length)
+    chained = can_chain(q)
+    tokens, counts = partition(keep_mask, sizes, key_start, key_length, chained)
     use_tma = tile.tma and tma_ready(k) and tma_ready(v)
     block = [1, 1, tile.keys, block_d]
-    k_desc, v_desc = (
-        TensorDescriptor.from_tensor(x.transpose(1, 2), block) if use_tma else x for x in (k, v)
-    )
+    k_desc, v_desc = (TensorDescriptor.from_tensor(x.transpose(1, 2), block) if use_tma else x for x in (k, v))
     tiles = triton.cdiv(sizes.num_tokens, tile.rows // sizes.heads) + 1
     prefill_kernel[(tiles * sizes.num_items,)](
-        q,
-        k,
-        v,
-        k_desc,
-        v_desc,
-        out,
-        tokens,
-        counts,
-        key_start,
-        key_length,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        scale * LOG2_E,
-        sizes.num_tokens,
-        sizes.num_keys,
-        window or 0,
-        sizes.num_items,
-        NUM_GROUPS=sizes.num_groups,
-        UNITS=sizes.units,
-        HEADS=sizes.heads,
-        HEADS_PER_KV=sizes.heads_per_kv,
-        HEAD_SIZE=sizes.head_size,
-        HAS_START=key_start is not None,
-        HAS_LENGTH=key_length is not None,
-        HAS_WINDOW=window is not None,
-        USE_TMA=use_tma,
+        q, k, v, k_desc, v_desc, out, tokens, counts, key_start, key_length, *q.stride(), *k.stride(), *v.stride(),
+        scale * LOG2_E, sizes.num_tokens, sizes.num_keys, window or 0, sizes.num_items,
+        NUM_GROUPS=sizes.num_groups, UNITS=sizes.units, HEADS=sizes.heads, HEADS_PER_KV=sizes.heads_per_kv,
+        HEAD_SIZE=sizes.head_size, HAS_START=key_start is not None, HAS_LENGTH=key_length is not None,
+        HAS_WINDOW=window is not None, USE_TMA=use_tma, CHAINED=chained,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        BLOCK_D=block_d,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
+        **chain_option(chained),
+    )  # fmt: skip
     return out
 
 
@@ -182,9 +146,11 @@ def attention_prefill(
         a row's span hold never matters. Float32 softmax and accumulation; deterministic.
 
     Raises:
-        ValueError: shapes, dtypes or group size that do not fit, or a gradient is asked for.
+        ValueError: shapes, dtypes or group size that do not fit.
+        RuntimeError: a gradient is asked for.
     """
     HeadGroups.of(q, k, v, keep_mask)
-    check_call(q, k, v, key_start, key_length, window)
+    refuse_gradient("attention_prefill", q, k, v)
+    check_call(q, key_start, key_length, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return prefill_op(q, k, v, keep_mask, key_start, key_length, window, scale)

@@ -70,9 +70,7 @@ class HeadGroups:
         _, num_keys, num_kv_heads, _ = k.shape
         num_groups = keep_mask.shape[-1]
         if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != head_size:
-            raise ValueError(
-                f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [{batch}, Tk, K, {head_size}]"
-            )
+            raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must be [{batch}, Tk, K, {head_size}]")
         if keep_mask.shape[:2] != (batch, num_tokens) or keep_mask.dtype != torch.bool:
             raise ValueError(
                 f"keep_mask must be bool [{batch}, {num_tokens}, G], got {keep_mask.dtype} {tuple(keep_mask.shape)}"
@@ -91,26 +89,26 @@ class HeadGroups:
         return HeadGroups(batch, num_tokens, num_keys, num_heads, num_kv_heads, num_groups, head_size)
 
 
-def check_call(
-    q: Tensor, k: Tensor, v: Tensor, key_start: Tensor | None, key_length: Tensor | None, window: int | None
-) -> None:
-    """Refuse what the operators do not do: gradients, other index types, mixed devices, an empty window."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("the routed attention kernels have no backward; call them under torch.no_grad()")
+def check_call(q: Tensor, key_start: Tensor | None, key_length: Tensor | None, window: int | None) -> None:
+    """Refuse what the operators do not do: other index types, mixed devices, an empty window."""
     for name, rows in (("key_start", key_start), ("key_length", key_length)):
-        if rows is not None and (
-            rows.dtype != torch.int32 or rows.shape != q.shape[:1] or rows.device != q.device
-        ):
+        if rows is not None and (rows.dtype != torch.int32 or rows.shape != q.shape[:1] or rows.device != q.device):
             raise ValueError(
-                f"{name} must be int32 [{q.shape[0]}] on {q.device}, got {rows.dtype} {tuple(rows.shape)} on {rows.device}"
+                f"{name} must be int32 [{q.shape[0]}] on {q.device}, "
+                f"got {rows.dtype} {tuple(rows.shape)} on {rows.device}"
             )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 key, got {window}")
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether the Triton kernel takes this tensor: a CUDA one, or any under the interpreter."""
-    return x.is_cuda or triton.knobs.runtime.interpret
+def can_chain(x: Tensor) -> bool:
+    """Whether a second kernel may start while the first one drains (programmatic dependent launch, sm90 and later)."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+
+
+def chain_option(chained: bool) -> dict[str, bool]:
+    """Launch option of the dependent kernel; the interpreter knows none."""
+    return {"launch_pdl": True} if chained else {}
 
 
 def reference(
@@ -163,7 +161,7 @@ def mma(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to nearest even; the interpreter alone would truncate towards bfloat16."""
-    if INTERPRET and DTYPE == tl.bfloat16:
+    if INTERPRET and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)

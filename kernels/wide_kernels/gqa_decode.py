@@ -1,14 +1,14 @@
 """Device code of routed decode attention: the work list, the split kernel and the merge kernel.
 
-The work is the key blocks of the active (batch row, group, KV head) items, one after another. Every program derives
-that list from the mask and the cache lengths and takes an equal, contiguous share of it (stream-K order), so the
-load is even whatever the mask. Launched by `attention_decode`.
+The work is the key blocks of the active (batch row, group, KV head) items. Every program derives
+that list from the mask and the cache lengths and takes one split of one item; items get splits in proportion to
+their keys, so the load is even whatever the mask. Launched by `attention_decode`.
 """
 
 import triton
 import triton.language as tl
 
-from wide_kernels.gqa import mma, narrow
+from .gqa import mma, narrow
 
 
 @triton.jit
@@ -31,21 +31,33 @@ def work_list(
     num_keys,
     window,
     num_items,
+    num_programs,
     NUM_GROUPS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ITEMS: tl.constexpr,
 ):
-    """Key blocks of every item and their running total, int32 [ITEMS] each; inactive items have none."""
+    """Key blocks of every item and the running total of its splits, int32 [ITEMS] each; inactive items have none.
+
+    Every active item gets one program and its part of the spare ones, so all splits fit in `num_programs`.
+    """
     item = tl.arange(0, ITEMS)
     valid = item < num_items
-    batch = item // (NUM_GROUPS * UNITS)
+    batch = tl.where(valid, item // (NUM_GROUPS * UNITS), 0)
     group = item // UNITS % NUM_GROUPS
     keep = tl.load(keep_ptr + batch.to(tl.int64) * stride_kb + group * stride_kg, mask=valid, other=0) != 0
-    batch = tl.where(valid, batch, 0)
     low, high = span_of(batch, start_ptr, length_ptr, num_keys, window)
     blocks = tl.where(keep, (tl.maximum(high - low, 0) + BLOCK_N - 1) // BLOCK_N, 0)
-    return blocks, tl.cumsum(blocks, 0)
+    total = tl.maximum(tl.sum(blocks, 0), 1)
+    spare = tl.maximum(num_programs - tl.sum((blocks > 0).to(tl.int32), 0), 0)
+    share = (blocks.to(tl.int64) * spare // total).to(tl.int32)
+    return blocks, tl.cumsum(tl.minimum(share + 1, blocks), 0)
+
+
+@triton.jit
+def at(values, index, SIZE: tl.constexpr):
+    """values[index] of a register vector."""
+    return tl.sum(tl.where(tl.arange(0, SIZE) == index, values, 0), 0)
 
 
 @triton.jit
@@ -56,8 +68,8 @@ def split_kernel(
     keep_ptr,  # bool [B, 1, G]
     start_ptr,  # int32 [B] or None
     length_ptr,  # int32 [B] or None
-    part_ptr,  # float32 [segments, HEADS, D], unnormalised sums
-    stat_ptr,  # float32 [segments, 2, HEADS], running peak and sum
+    part_ptr,  # float32 [programs, HEADS, D], unnormalised sums
+    stat_ptr,  # float32 [programs, 2, HEADS], running peak and sum
     stride_qb,
     stride_qh,
     stride_qd,
@@ -75,6 +87,7 @@ def split_kernel(
     num_keys,
     window,
     num_items,
+    num_programs,
     NUM_GROUPS: tl.constexpr,
     UNITS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -85,58 +98,60 @@ def split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """One share of the work list; a segment is its part of one item, numbered program + item."""
+    """One split of one item; its partial result lands in the slot of its program number."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     blocks, ends = work_list(
-        keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items,
+        keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items, num_programs,
         NUM_GROUPS, UNITS, BLOCK_N, ITEMS,
     )  # fmt: skip
-    total = tl.sum(blocks, 0)
-    share = tl.cdiv(total, tl.num_programs(0))
-    here = tl.program_id(0) * share
-    stop = tl.minimum(here + share, total)
+    program = tl.program_id(0)
+    item = tl.sum((ends <= program).to(tl.int32), 0)
+    if item >= num_items:
+        return
+    count = at(blocks, item, ITEMS)
+    first = at(ends, item - 1, ITEMS)
+    splits = at(ends, item, ITEMS) - first
+    from_block = ((program - first).to(tl.int64) * count // splits).to(tl.int32)
+    to_block = ((program - first + 1).to(tl.int64) * count // splits).to(tl.int32)
+    batch = item // (NUM_GROUPS * UNITS)
+    head = item % (NUM_GROUPS * UNITS) * HEADS
+    kv_head = (head // HEADS_PER_KV).to(tl.int64)
+    low, high = span_of(batch, start_ptr, length_ptr, num_keys, window)
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     in_row, in_head = row < HEADS, d < HEAD_SIZE
+    q_rows = q_ptr + batch.to(tl.int64) * stride_qb + (head + row) * stride_qh
+    q = tl.load(q_rows[:, None] + d[None] * stride_qd, mask=in_row[:, None] & in_head[None], other=0.0)
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    while here < stop:
-        item = tl.sum((ends <= here).to(tl.int32), 0)
-        end = tl.sum(tl.where(tl.arange(0, ITEMS) == item, ends, 0), 0)
-        first = end - tl.sum(tl.where(tl.arange(0, ITEMS) == item, blocks, 0), 0)
-        batch = item // (NUM_GROUPS * UNITS)
-        head = item % (NUM_GROUPS * UNITS) * HEADS
-        kv_head = (head // HEADS_PER_KV).to(tl.int64)
-        low, high = span_of(batch, start_ptr, length_ptr, num_keys, window)
-        q_rows = q_ptr + batch.to(tl.int64) * stride_qb + (head + row) * stride_qh
-        q = tl.load(q_rows[:, None] + d[None] * stride_qd, mask=in_row[:, None] & in_head[None], other=0.0)
-        k_base = k_ptr + batch.to(tl.int64) * stride_kb + kv_head * stride_kh
-        v_base = v_ptr + batch.to(tl.int64) * stride_vb + kv_head * stride_vh
-        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        l = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for block in tl.range(here - first, tl.minimum(stop, end) - first):
-            key = low + block * BLOCK_N + n
-            rows = key.to(tl.int64)
-            inside = key < high
-            k_mask = inside[None] & in_head[:, None]
-            k = tl.load(k_base + rows[None] * stride_kt + d[:, None] * stride_kd, mask=k_mask, other=0.0)
-            v_mask = inside[:, None] & in_head[None]
-            v = tl.load(v_base + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
-            s = tl.where(inside[None], mma(q, k, zero, PRECISION), -float("inf"))
-            peak = tl.maximum(m, tl.max(s, 1) * scale)
-            p = tl.exp2(s * scale - peak[:, None])
-            decay = tl.exp2(m - peak)
-            l = l * decay + tl.sum(p, 1)
-            acc = mma(narrow(p, v.dtype), v, acc * decay[:, None], PRECISION)
-            m = peak
-        segment = (tl.program_id(0) + item).to(tl.int64)
-        stat_row = stat_ptr + segment * (2 * HEADS) + row
-        tl.store(stat_row, m, mask=in_row)
-        tl.store(stat_row + HEADS, l, mask=in_row)
-        part_row = part_ptr + (segment * HEADS + row) * HEAD_SIZE
-        tl.store(part_row[:, None] + d[None], acc, mask=in_row[:, None] & in_head[None])
-        here = tl.minimum(stop, end)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in tl.range(from_block, to_block):
+        key = low + block * BLOCK_N + n
+        rows = key.to(tl.int64)
+        inside = key < high
+        k_mask = inside[None] & in_head[:, None]
+        k = tl.load(k_ptr + rows[None] * stride_kt + d[:, None] * stride_kd, mask=k_mask, other=0.0)
+        v_mask = inside[:, None] & in_head[None]
+        v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
+        s = tl.where(inside[None], mma(q, k, zero, PRECISION), -float("inf"))
+        peak = tl.maximum(m, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - peak[:, None])
+        decay = tl.exp2(m - peak)
+        den = den * decay + tl.sum(p, 1)
+        acc = mma(narrow(p, v.dtype), v, acc * decay[:, None], PRECISION)
+        m = peak
+    stat_row = stat_ptr + program.to(tl.int64) * (2 * HEADS) + row
+    tl.store(stat_row, m, mask=in_row)
+    tl.store(stat_row + HEADS, den, mask=in_row)
+    part_row = part_ptr + (program.to(tl.int64) * HEADS + row) * HEAD_SIZE
+    tl.store(part_row[:, None] + d[None], acc, mask=in_row[:, None] & in_head[None])
 
 
 @triton.jit
@@ -152,7 +167,7 @@ def merge_kernel(
     num_keys,
     window,
     num_items,
-    num_splitters,
+    num_programs,
     NUM_GROUPS: tl.constexpr,
     UNITS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -160,37 +175,36 @@ def merge_kernel(
     ITEMS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """One head of one item: weigh its segments by their peaks, in program order."""
+    """One head of one item: weigh its splits by their peaks, in program order."""
     item, head = tl.program_id(0), tl.program_id(1)
-    blocks, ends = work_list(
-        keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items,
+    _, ends = work_list(
+        keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items, num_programs,
         NUM_GROUPS, UNITS, BLOCK_N, ITEMS,
     )  # fmt: skip
-    share = tl.maximum(tl.cdiv(tl.sum(blocks, 0), num_splitters), 1)
-    end = tl.sum(tl.where(tl.arange(0, ITEMS) == item, ends, 0), 0)
-    count = tl.sum(tl.where(tl.arange(0, ITEMS) == item, blocks, 0), 0)
-    first = (end - count) // share
-    last = (end + share - 1) // share if count > 0 else first
+    first = at(ends, item - 1, ITEMS)
+    last = at(ends, item, ITEMS)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
     m = tl.full([1], -float("inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
+    den = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for base in tl.range(first, last, SEGMENTS):
-        program = base + tl.arange(0, SEGMENTS)
+    for base in tl.range(first, last, SPLITS):
+        program = (base + tl.arange(0, SPLITS)).to(tl.int64)
         valid = program < last
-        segment = (program + item).to(tl.int64)
-        peaks = tl.load(stat_ptr + segment * (2 * HEADS) + head, mask=valid, other=-float("inf"))
-        sums = tl.load(stat_ptr + segment * (2 * HEADS) + HEADS + head, mask=valid, other=0.0)
-        part_row = part_ptr + (segment * HEADS + head) * HEAD_SIZE
+        peaks = tl.load(stat_ptr + program * (2 * HEADS) + head, mask=valid, other=-float("inf"))
+        sums = tl.load(stat_ptr + program * (2 * HEADS) + HEADS + head, mask=valid, other=0.0)
+        part_row = part_ptr + (program * HEADS + head) * HEAD_SIZE
         parts = tl.load(part_row[:, None] + d[None], mask=valid[:, None] & in_head[None], other=0.0)
         peak = tl.maximum(m, tl.max(peaks, 0))
         weight = tl.exp2(peaks - peak)
         decay = tl.exp2(m - peak)
-        l = l * decay + tl.sum(weight * sums, 0)
+        den = den * decay + tl.sum(weight * sums, 0)
         acc = acc * decay + tl.sum(weight[:, None] * parts, 0)
         m = peak
-    out = narrow(acc / tl.where(l == 0, 1.0, l), out_ptr.dtype.element_ty)
+    out = narrow(acc / tl.where(den == 0, 1.0, den), out_ptr.dtype.element_ty)
     tl.store(out_ptr + (item.to(tl.int64) * HEADS + head) * HEAD_SIZE + d, out, mask=in_head)

@@ -8,7 +8,7 @@ after FlashAttention (arXiv 2205.14135), base 2, float32. Launched by `attention
 import triton
 import triton.language as tl
 
-from wide_kernels.gqa import mma, narrow
+from .gqa import mma, narrow
 
 
 @triton.jit
@@ -26,38 +26,50 @@ def partition_kernel(
     NUM_GROUPS: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTING: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """One (batch row, group): a padded query, one before the row's first key, counts as inactive."""
+    """CHUNK tokens of one (batch row, group); a padded query, one before the row's first key, counts as inactive.
+
+    Each program counts the active tokens before its chunk itself, so one launch is enough.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     batch, group = item // NUM_GROUPS, item % NUM_GROUPS
+    begin = tl.program_id(1) * CHUNK
     start = tl.load(start_ptr + batch) if HAS_START else 0
     length = tl.load(length_ptr + batch) if HAS_LENGTH else num_keys
+    first = tl.maximum(start - length + num_tokens, 0)  # token at the row's first key
     keep_ptr += batch.to(tl.int64) * stride_kb + group * stride_kg
     token_ptr += item.to(tl.int64) * num_tokens
-    num_active = 0
-    for base in range(0, num_tokens, BLOCK):
-        token = base + tl.arange(0, BLOCK)
-        valid = token < num_tokens
-        keep = tl.load(keep_ptr + token.to(tl.int64) * stride_kt, mask=valid, other=0).to(tl.int32)
-        keep = tl.where(valid & (length - num_tokens + token >= start), keep, 0)
-        rank = num_active + tl.cumsum(keep, 0) - keep  # active tokens before this one
-        slot = tl.where(keep != 0, rank, num_tokens - 1 - (token - rank))
-        tl.store(token_ptr + slot, token, mask=valid)
-        num_active += tl.sum(keep, 0)
-    tl.store(count_ptr + item, num_active)
+    before = tl.zeros([COUNTING], tl.int32)
+    for base in tl.range(0, begin, COUNTING):
+        token = base + tl.arange(0, COUNTING)
+        counted = (token >= first) & (token < begin)
+        before += tl.load(keep_ptr + token.to(tl.int64) * stride_kt, mask=counted, other=0).to(tl.int32)
+    num_before = tl.sum(before, 0)
+    token = begin + tl.arange(0, CHUNK)
+    valid = token < num_tokens
+    keep = tl.load(keep_ptr + token.to(tl.int64) * stride_kt, mask=valid & (token >= first), other=0).to(tl.int32)
+    rank = num_before + tl.cumsum(keep, 0) - keep  # active tokens before this one
+    slot = tl.where(keep != 0, rank, num_tokens - 1 - (token - rank))
+    tl.store(token_ptr + slot, token, mask=valid)
+    if begin + CHUNK >= num_tokens:
+        tl.store(count_ptr + item, num_before + tl.sum(keep, 0))
 
 
 @triton.jit
-def online_softmax(s, m, l, acc, v, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr):
-    """One key block: raw scores `s` [M, N] (-inf where hidden), running peak `m`, sum `l`, accumulator `acc`."""
+def online_softmax(s, m, den, acc, v, scale, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """One key block: raw scores `s` [M, N] (-inf where hidden), running peak `m`, sum `den`, accumulator `acc`."""
     peak = tl.maximum(m, tl.max(s, 1) * scale)
     shift = tl.where(peak == -float("inf"), 0.0, peak) if MASKED else peak
     p = tl.exp2(s * scale - shift[:, None])
     decay = tl.exp2(m - shift)
-    l = l * decay + tl.sum(p, 1)
+    den = den * decay + tl.sum(p, 1)
     acc = mma(narrow(p, v.dtype), v, acc * decay[:, None], PRECISION)
-    return peak, l, acc
+    return peak, den, acc
 
 
 @triton.jit
@@ -98,6 +110,7 @@ def prefill_kernel(
     HAS_LENGTH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     USE_TMA: tl.constexpr,
+    CHAINED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -113,6 +126,8 @@ def prefill_kernel(
     row_item = batch * NUM_GROUPS + unit // UNITS
     first_head = unit * HEADS
     kv_head = first_head // HEADS_PER_KV
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     count = tl.load(count_ptr + row_item)
     num_tiles = tl.cdiv(count, TOKENS)
     row = tl.arange(0, BLOCK_M)
@@ -123,39 +138,32 @@ def prefill_kernel(
     out_ptr += batch.to(tl.int64) * num_tokens * (num_heads * HEAD_SIZE)
     head_offset = (first_head + row % HEADS) * HEAD_SIZE
 
-    if rank >= num_tiles:
-        entry = (rank - num_tiles) * TOKENS + slot
-        stored = (slot < TOKENS) & (entry < num_tokens - count)
-        token = tl.load(token_ptr + num_tokens - 1 - entry, mask=stored, other=0)
-        place = token.to(tl.int64) * (num_heads * HEAD_SIZE) + head_offset
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place[:, None] + d[None], zeros, mask=stored[:, None] & in_head[None])
-        return
-
-    tile = num_tiles - 1 - rank
-    entry = tile * TOKENS + slot
-    stored = (slot < TOKENS) & (entry < count)
-    token = tl.load(token_ptr + tl.minimum(entry, count - 1))
+    active = rank < num_tiles
+    first = (num_tiles - 1 - rank) * TOKENS
+    entry = tl.where(active, first + slot, num_tokens - 1 - (rank - num_tiles) * TOKENS - slot)
+    stored = (slot < TOKENS) & tl.where(active, entry < count, entry >= count)
+    token = tl.load(token_ptr + entry, mask=stored, other=0)
     start = tl.load(start_ptr + batch) if HAS_START else 0
     length = tl.load(length_ptr + batch) if HAS_LENGTH else num_keys
     offset = length - num_tokens
-    first_pos = offset + tl.load(token_ptr + tile * TOKENS)
-    last_pos = offset + tl.load(token_ptr + tl.minimum((tile + 1) * TOKENS, count) - 1)
+    first_pos = offset + tl.load(token_ptr + first, mask=active, other=0)
+    last_pos = offset + tl.load(token_ptr + tl.minimum(first + TOKENS, count) - 1, mask=active, other=0)
     pos = offset + token
 
     q_ptr += batch.to(tl.int64) * stride_qb + first_head * stride_qh
     q_rows = q_ptr + token.to(tl.int64) * stride_qt + (row % HEADS) * stride_qh
-    q = tl.load(q_rows[:, None] + d[None] * stride_qd, mask=stored[:, None] & in_head[None], other=0.0)
+    q = tl.load(q_rows[:, None] + d[None] * stride_qd, mask=active & stored[:, None] & in_head[None], other=0.0)
     k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
 
     low = tl.maximum(start, first_pos - window + 1) if HAS_WINDOW else start
-    num_blocks = tl.cdiv(last_pos + 1 - low, BLOCK_N)
+    num_blocks = tl.where(active, tl.cdiv(last_pos + 1 - low, BLOCK_N), 0)
     full_low = tl.cdiv(tl.maximum(last_pos - window + 1 - low, 0), BLOCK_N) if HAS_WINDOW else 0
-    full_high = tl.maximum((first_pos + 1 - low) // BLOCK_N, full_low)
+    full_low = tl.minimum(full_low, num_blocks)
+    full_high = tl.minimum(tl.maximum((first_pos + 1 - low) // BLOCK_N, full_low), num_blocks)
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    den = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     n = tl.arange(0, BLOCK_N)
@@ -167,14 +175,10 @@ def prefill_kernel(
             v = v_desc.load([batch, kv_head, key, 0]).reshape(BLOCK_N, BLOCK_D)
         else:
             rows = (key + n).to(tl.int64)
-            k = tl.load(
-                k_ptr + rows[None] * stride_kt + d[:, None] * stride_kd, mask=in_head[:, None], other=0.0
-            )
+            k = tl.load(k_ptr + rows[None] * stride_kt + d[:, None] * stride_kd, mask=in_head[:, None], other=0.0)
             s = mma(q, k, zero, PRECISION)
-            v = tl.load(
-                v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=in_head[None], other=0.0
-            )
-        m, l, acc = online_softmax(s, m, l, acc, v, scale, PRECISION, False)
+            v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=in_head[None], other=0.0)
+        m, den, acc = online_softmax(s, m, den, acc, v, scale, PRECISION, False)
 
     for step in tl.range(0, full_low + num_blocks - full_high, num_stages=1):
         block = tl.where(step < full_low, step, step - full_low + full_high)
@@ -190,8 +194,8 @@ def prefill_kernel(
         v_mask = inside[:, None] & in_head[None]
         v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
         s = tl.where(seen, s, -float("inf"))
-        m, l, acc = online_softmax(s, m, l, acc, v, scale, PRECISION, True)
+        m, den, acc = online_softmax(s, m, den, acc, v, scale, PRECISION, True)
 
     place = token.to(tl.int64) * (num_heads * HEAD_SIZE) + head_offset
-    out = narrow(acc / l[:, None], out_ptr.dtype.element_ty)
+    out = narrow(acc / tl.where(den == 0, 1.0, den)[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] + d[None], out, mask=stored[:, None] & in_head[None])
