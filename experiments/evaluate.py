@@ -6,11 +6,12 @@ Called by `experiments.pipeline` after training; `run` is the action that evalua
 import json
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from experiments.train import held_batches
+from experiments.train import CACHE_ROOT, held_batches
 from wide.config import Config
+from wide.data.batches import Batch
+from wide.data.blocks import open_text
 from wide.data.module import CalibrationData
 from wide.evaluation.perplexity import score
 from wide.evaluation.report import routing_report
@@ -25,13 +26,13 @@ def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokeniz
     report = {"held_out": _scores(config, routed, held_batches(blocks, num_blocks, config))}
     report["held_out"]["num_blocks"] = num_blocks
     if config.eval.other_text:
-        report["other_text"] = _scores(config, routed, _text_batches(config, tokenizer))
+        report["other_text"] = _scores(config, routed, _other_text(config, routed, tokenizer))
     if config.eval.new_tokens:
         report["sample"] = sample_texts(routed, tokenizer, config.eval.prompt, config.eval.new_tokens)
     return report
 
 
-def _scores(config: Config, routed: RoutedModel, batches: list[dict[str, torch.Tensor]]) -> dict:
+def _scores(config: Config, routed: RoutedModel, batches: list[Batch]) -> dict:
     bf16 = config.trainer.precision != "fp32"
     dense = score(routed, batches, dense=True, bf16=bf16)
     pruned = score(routed, batches, dense=False, bf16=bf16)
@@ -45,17 +46,15 @@ def _scores(config: Config, routed: RoutedModel, batches: list[dict[str, torch.T
     }
 
 
-def _text_batches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
-    """Whole blocks of a text file of another kind."""
-    path = Path(config.eval.other_text)
-    if not path.is_file():
-        raise ValueError(f"eval.other_text={config.eval.other_text!r} does not exist; legal: a text file")
-    ids = torch.tensor(tokenizer(path.read_text(encoding="utf-8"))["input_ids"])
-    size = config.data.block_size
-    blocks = ids[: len(ids) // size * size].view(-1, size)[: config.eval.blocks]
+def _other_text(config: Config, routed: RoutedModel, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+    """Blocks of a text of another kind, under the same begin and end policy."""
+    root = Path(config.data.cache_dir or CACHE_ROOT)
+    blocks = open_text(config.eval.other_text, config.data, tokenizer, root, routed.geometry.vocab_size)
     if not len(blocks):
-        raise ValueError(f"eval.other_text={config.eval.other_text!r} is shorter than one block of {size} tokens")
-    return [{"input_ids": part} for part in blocks.split(config.eval.batch_size)]
+        raise ValueError(
+            f"eval.other_text={config.eval.other_text!r} is shorter than one block of {config.data.block_size} tokens"
+        )
+    return held_batches(blocks, min(config.eval.blocks or len(blocks), len(blocks)), config)
 
 
 def flat_metrics(report: dict) -> dict[str, float]:

@@ -15,11 +15,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.figures import curves, layout
-from experiments.train import fit_dials, train
+from experiments.train import CACHE_ROOT, fit_dials, keep_freed_memory, train
 from wide import families, methods
 from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
 from wide.checkpoint import save_pretrained
 from wide.config import Config
+from wide.data.batches import check_boundaries
 from wide.data.module import CalibrationData
 from wide.loggers import build_logger, finish
 from wide.model import RoutedModel
@@ -32,6 +33,8 @@ def run(config: Config) -> dict:
     geometry = read_geometry(config.model)
     families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
     check_lengths(config, geometry)
+    rows = config.stage.micro_batch_size or config.stage.batch_size
+    check_boundaries(config.data.document_boundaries, config.model.attn_implementation, rows)
     L.seed_everything(config.seed, workers=True, verbose=False)
     environment = environment_report()
     (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
@@ -47,6 +50,8 @@ def run(config: Config) -> dict:
 
 def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict) -> dict:
     device = choose_device(config)
+    if device.type == "cpu":
+        keep_freed_memory()
     tokenizer = load_tokenizer(config.model)
     base = load_base(config.model, device)
     base_fingerprint = fingerprint(base)
@@ -59,7 +64,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         steps=config.stage.steps,
         batch_size=config.stage.batch_size,
         seed=config.seed,
-        cache_root=Path(config.data.cache_dir or "outputs/cache"),
+        cache_root=CACHE_ROOT,
         vocab_size=geometry.vocab_size,
         val_blocks=config.stage.val_blocks,
     )

@@ -3,7 +3,9 @@
 Called by `experiments.pipeline`. Everything a resumed run needs lies in `<run folder>/checkpoints/last.ckpt`.
 """
 
+import ctypes
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
 from wide.stages.calibrate import Calibrate
 
+CACHE_ROOT = Path("outputs/cache")
+"""Where tokenised corpora are kept, unless `data.cache_dir` says otherwise."""
+
 
 def quiet_lightning() -> None:
     """Drop Lightning's tips and its warnings about choices made here on purpose."""
@@ -33,6 +38,19 @@ def quiet_lightning() -> None:
         ".*does not have many workers.*",
     ):
         warnings.filterwarnings("ignore", message=message)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep large freed blocks instead of returning them to the system after every operation.
+
+    On a CPU a step allocates and frees thousands of tensors of some megabytes; faulting their pages in again took
+    three quarters of a SmolLM2 step on two cores (11.9 s against 2.9 s).
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_max = -1, -4
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_name: str) -> L.Trainer:

@@ -1,4 +1,4 @@
-"""Structured configs: one dataclass per group of `conf/`, with the range checks. The only file of `wide` that knows Hydra.
+"""Structured configs: a dataclass per group of `conf/`, with range checks. The only file of `wide` that knows Hydra.
 
 Hydra composes; `build` turns the composed node into a `Config` in one call, before anything heavy is loaded. A
 method's options live in `wide.methods.<name>.Config`; the caller passes that class, so that this file stays at the
@@ -81,7 +81,6 @@ class DataConfig:
     max_train_blocks: int | None = None
     max_eval_blocks: int | None = None
     cache_dir: str | None = None
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
         _choice("data", "source", self.source, ("sotu", "files", "hub"))
@@ -92,7 +91,6 @@ class DataConfig:
         _range("data", "held_out_offset", self.held_out_offset, 0, self.held_out_every - 1)
         _range("data", "max_train_blocks", self.max_train_blocks, 1)
         _range("data", "max_eval_blocks", self.max_eval_blocks, 1)
-        _range("data", "num_workers", self.num_workers, 0)
         if self.source != "sotu" and not self.path:
             raise ValueError(f"data.source={self.source} needs data.path (a file, a folder or a dataset id)")
 

@@ -7,6 +7,7 @@ layer changes what later layers see, so the fit alternates between measuring log
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ def solve(logits: dict[str, Tensor], target: float, granularity: str) -> Tensor:
             rows = rows.flatten().sort().values.expand(1, -1)
         for layer in range(len(rates)):
             row = rows[0 if granularity == "kind" else layer]
-            index = min(int(round(float(rates[layer, column]) * len(row))), len(row) - 1)
+            index = min(round(float(rates[layer, column]) * len(row)), len(row) - 1)
             dial[layer, column] = -row[index]
     return dial
 
@@ -160,7 +161,7 @@ def dial_for(curve: list[DialPoint], sparsity: float) -> Tensor:
     if not points[0].measured <= sparsity <= points[-1].measured:
         low, high = points[0].measured, points[-1].measured
         raise ValueError(f"sparsity={sparsity} lies outside the stored dial curve; legal: {low:.3f} to {high:.3f}")
-    for below, above in zip(points, points[1:], strict=False):
+    for below, above in pairwise(points):
         if below.measured <= sparsity <= above.measured:
             share = (sparsity - below.measured) / max(above.measured - below.measured, 1e-9)
             return below.dial + (above.dial - below.dial) * share

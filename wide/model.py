@@ -135,10 +135,17 @@ class RoutedModel(nn.Module):
         assert self._pass.gates is not None, "no routed forward has run"
         return torch.stack([self._pass.gates[kind, layer] for layer in range(self.geometry.num_layers)])
 
-    def last_stats(self) -> RoutingStats:
-        """Statistics of the last forward over its valid tokens, with gradient; read it before backward."""
+    def last_stats(self, counted: Tensor | None = None) -> RoutingStats:
+        """Statistics of the last forward over its valid tokens, with gradient; read it before backward.
+
+        `counted` [B] bool leaves out whole rows (fillers that make ranks equally long).
+        """
         assert self._pass.gates is not None, "no routed forward has run"
         valid = self._pass.valid
+        if counted is not None:
+            shape = self._pass.gates["attention", 0].shape[:2]
+            rows = counted.to(self._pass.gates["attention", 0].device)[:, None].expand(shape)
+            valid = rows if valid is None else valid & rows
         kept = {}
         for kind in KINDS:
             rows = []

@@ -181,7 +181,7 @@ class Calibrate(L.LightningModule):
     def validation_step(self, batch: dict, batch_idx: int) -> None:
         self.routed.gates.step.noise = None
         hidden = self.routed.hidden_states(**_model_inputs(batch))
-        stats = self.routed.last_stats()
+        stats = self.routed.last_stats(batch["counted"])
         labels = next_token_labels(batch)
         cross_entropy, _ = token_losses(hidden, self.routed.base.get_output_embeddings(), labels)
         count = (labels != -100).sum()
