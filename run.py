@@ -6,6 +6,7 @@ job, so that `--help` and tab completion answer at once.
 
 import os
 import sys
+from collections import Counter
 
 import hydra
 from omegaconf import DictConfig
@@ -23,21 +24,27 @@ def main(node: DictConfig) -> None:
 
 
 def cli() -> int:
-    """Exit status: 0, or 2 for a mistake of the user's; a failed run ends in its traceback and 1."""
+    """Exit status: 0; 2 for a mistake of the user's; 1 for a run that failed, after its traceback."""
     from experiments.mistakes import check_sweep, explain
 
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         main()
-        job = sys.modules.get("experiments.job")
-        check_sweep(sys.argv[1:], job.NUM_STARTED if job else 0)
+        check_sweep(sys.argv[1:], jobs())
     except Exception as error:
         line = explain(error)
+        if jobs()["failed"] and jobs()["started"] > 1:
+            line = f"{jobs()['failed']} of {jobs()['started']} jobs failed; each left a failed row and error.txt"
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        return 2
+        return 2 if explain(error) else 1
     return 0
+
+
+def jobs() -> Counter[str]:
+    """The tally of `experiments.job`; empty as long as no job started in this process."""
+    return getattr(sys.modules.get("experiments.job"), "JOBS", Counter())
 
 
 if __name__ == "__main__":

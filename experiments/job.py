@@ -1,84 +1,141 @@
-"""One job of a run or sweep: validate, run the action, leave one results row whether it ends well or not."""
+"""One job of a run or sweep: validate, run the action, leave one results row whether it ends well or not.
+
+A mistake in a single run is one line on standard error and exit status 2. In a sweep every job that fails leaves a
+failed row (and a failed tracker run), the others go on, and the sweep as a whole exits non-zero.
+"""
 
 import importlib
+import json
 import os
 import pkgutil
+import re
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import experiments
 from experiments.mistakes import explain
 from wide import methods, results
-from wide.config import Config, build
+from wide.config import Config, LoggerConfig, build, to_dataclass
+from wide.loggers import build_logger, finish
 
-NUM_STARTED = 0
-"""Jobs started in this process, so that a sweep that launched none can be refused."""
+JOBS: Counter[str] = Counter()
+"""`started` and `failed` jobs of this process: a sweep that launched none, or lost some, must say so."""
 
 
 def run_job(node: DictConfig) -> None:
-    """Run one composed config. A failure leaves a failed row and `error.txt`, then goes on to the caller."""
-    global NUM_STARTED
-    NUM_STARTED += 1
+    """Run one composed config; what goes wrong is recorded, printed and raised again."""
     hydra = HydraConfig.get()
+    sweep = hydra.mode == RunMode.MULTIRUN
+    run_dir = relative(hydra.runtime.output_dir)
+    JOBS["started"] += 1
     try:
-        _run(node, hydra.mode, Path(hydra.runtime.output_dir))
-    except ValueError as error:
-        line = explain(error)
-        if line is None or hydra.mode == RunMode.MULTIRUN:  # a sweep goes on with its other jobs
-            raise
+        config, action = prepare(node, sweep, run_dir)
+    except Exception as error:
+        if sweep:
+            leave_refused(node, run_dir, error)
+        raise_or_exit(error, run_dir, sweep)
+    try:
+        execute(config, action, run_dir)
+    except Exception as error:
+        raise_or_exit(error, run_dir, sweep)
+
+
+def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, ModuleType]:
+    """Everything that can be refused before a weight is loaded; then the folder is this run's own."""
+    name = OmegaConf.select(node, "method.name")
+    config = build(node, methods.load(name).Config, str(run_dir))
+    action = load_action(config.action)
+    if sweep:
+        refuse_shared_sweep(config)
+    if hasattr(action, "check"):
+        action.check(config)
+    claim_folder(run_dir, config)
+    return config, action
+
+
+def execute(config: Config, action: ModuleType, run_dir: Path) -> None:
+    row = results.base_row(config.to_dict(), run_dir.name, results.command_line(), results.environment_report())
+    try:
+        leave(config.results_file, run_dir, results.finished(row, action.run(config)))
+    except BaseException as error:
+        leave(config.results_file, run_dir, results.failed(row, error))
+        raise
+
+
+def leave(results_file: str, run_dir: Path, row: dict) -> None:
+    """The row beside the run's outputs and in the shared file; of a failure also the traceback."""
+    if rank_zero_only.rank != 0:
+        return
+    if row["status"] == "failed":
+        (run_dir / "error.txt").write_text(traceback.format_exc())
+    results.append_row(run_dir / "row.jsonl", row)
+    results.append_row(results_file, row)
+
+
+def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
+    """A failed row and a failed tracker run for a job of a sweep that never started."""
+    asked = OmegaConf.to_container(node, resolve=True)
+    row = results.base_row(asked, run_dir.name, results.command_line(), results.environment_report())
+    leave(str(asked["results_file"]), run_dir, results.failed(row, error))
+    options = to_dataclass(node.logger, LoggerConfig, "logger")
+    finish(build_logger(options, asked, run_dir, str(asked["stage"]["name"])), exit_code=1)
+
+
+def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> None:
+    """One line for a mistake. A single run exits here; a sweep needs the exception to know that the job failed."""
+    JOBS["failed"] += 1
+    line = explain(error)
+    if sweep:
+        print(f"error: {run_dir.name}: {line or f'{type(error).__name__}: {error}'}", file=sys.stderr, flush=True)
+    elif line is not None:
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+    raise error
 
 
-def _run(node: DictConfig, mode: RunMode, run_dir: Path) -> None:
-    config = build(node, methods.load(node.method.name).Config, str(run_dir))
-    action = load_action(config.action)
-    refuse_shared_sweep(config, mode)
-    refuse_used_folder(run_dir)
-    environment = results.environment_report()
-    row = results.base_row(config.to_dict(), run_dir.name, results.command_line(), environment)
-    try:
-        metrics = action.run(config)
-    except BaseException as error:
-        _leave(config, run_dir, results.failed(row, error))
-        (run_dir / "error.txt").write_text(traceback.format_exc())
-        raise
-    _leave(config, run_dir, results.finished(row, metrics))
+def relative(folder: str) -> Path:
+    """The run's folder as seen from the working directory, so that rows hold no path of this machine."""
+    path = Path(folder)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _leave(config: Config, run_dir: Path, row: dict) -> None:
-    if rank_zero_only.rank == 0:
-        results.append_row(run_dir / "row.jsonl", row)
-        results.append_row(config.results_file, row)
-
-
-def load_action(name: str):
+def load_action(name: str) -> ModuleType:
     """Module `experiments.<name>` with a `run(config)`; ValueError listing the actions otherwise."""
-    legal = [m.name for m in pkgutil.iter_modules(experiments.__path__) if not m.ispkg]
-    if name in legal:
-        module = importlib.import_module(f"experiments.{name}")
-        if hasattr(module, "run"):
-            return module
-    actions = [n for n in legal if "def run(" in (Path(experiments.__path__[0]) / f"{n}.py").read_text()]
-    raise ValueError(f"action={name!r} is unknown; legal: {', '.join(actions)}")
+    folder = Path(experiments.__path__[0])
+    modules = [module.name for module in pkgutil.iter_modules([str(folder)]) if not module.ispkg]
+    legal = [m for m in modules if re.search(r"^def run\(", (folder / f"{m}.py").read_text(), re.M)]
+    if name not in legal:
+        raise ValueError(f"action={name!r} is unknown; legal: {', '.join(legal)}")
+    return importlib.import_module(f"experiments.{name}")
 
 
-def refuse_shared_sweep(config: Config, mode: RunMode) -> None:
+def refuse_shared_sweep(config: Config) -> None:
     """Several devices inside a sequential sweep would re-enter the sweep on every rank."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
-    if mode == RunMode.MULTIRUN and config.trainer.devices * config.trainer.num_nodes > 1 and not launched:
+    if config.trainer.devices * config.trainer.num_nodes > 1 and not launched:
         raise ValueError(
-            "-m with trainer.devices > 1 needs one process group per job: start each job with torchrun, use a "
-            "Slurm launcher, or sweep with trainer.devices=1"
+            f"trainer.devices={config.trainer.devices} in a sweep (-m) needs one process group per job: start each "
+            "job with torchrun, use a Slurm launcher, or sweep with trainer.devices=1"
         )
 
 
-def refuse_used_folder(run_dir: Path) -> None:
-    if (run_dir / "row.jsonl").exists():
-        raise ValueError(f"{run_dir} already holds a run; choose another folder, or resume from it with resume=")
+def claim_folder(run_dir: Path, config: Config) -> None:
+    """Write the resolved config, once: two runs never share a folder, however it was named."""
+    if rank_zero_only.rank != 0:
+        return
+    try:
+        with open(run_dir / "config.json", "x", encoding="utf-8") as file:
+            file.write(json.dumps(config.to_dict(), indent=2) + "\n")
+    except FileExistsError:
+        raise ValueError(
+            f"{run_dir} already holds a run; choose another folder (hydra.run.dir), or go on with it in a new one "
+            f"by resume={run_dir}"
+        ) from None

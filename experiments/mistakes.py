@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import re
 import traceback
+from collections import Counter
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, HydraException
@@ -42,6 +43,8 @@ def _explain_hydra(error: BaseException) -> str:
     key = re.search(r"Could not override '([^']+)'", text)
     if key and key[1] == "experiment":
         return "experiment has no default to override: write +experiment=NAME"
+    if key and key[1].startswith("hydra."):
+        return f"{key[1]} is no setting of Hydra's"
     if key:
         return unknown_key(key[1], _legal_keys(key[1]))
     append = re.search(r"Could not append to config.*?'([^']+)'", text, re.S)
@@ -71,9 +74,9 @@ def _legal_keys(key: str) -> list[str]:
     return [field.name for field in dataclasses.fields(Config) if field.name != "output_dir"]
 
 
-def check_sweep(arguments: list[str], num_started: int) -> None:
+def check_sweep(arguments: list[str], jobs: Counter[str]) -> None:
     """A sweep whose glob matched nothing must not look like success."""
     sweeps = "-m" in arguments or "--multirun" in arguments
     elsewhere = any(argument.startswith("hydra/launcher=") for argument in arguments)
-    if sweeps and not elsewhere and not num_started:
+    if sweeps and not elsewhere and not jobs["started"]:
         raise ValueError("the sweep launched no job: does a glob in it match nothing?")

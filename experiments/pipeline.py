@@ -5,7 +5,6 @@ Reads top to bottom. Settings that cannot work are refused from the model's conf
 
 import json
 import math
-import os
 from pathlib import Path
 
 import lightning as L
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.figures import curves, layout
-from experiments.train import CACHE_ROOT, fit_dials, keep_freed_memory, train
+from experiments.train import CACHE_ROOT, checkpoint_to_resume, fit_dials, keep_freed_memory, train
 from wide import families, methods
 from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
 from wide.checkpoint import save_pretrained
@@ -27,18 +26,24 @@ from wide.model import RoutedModel
 from wide.results import environment_report
 
 
-def run(config: Config) -> dict:
-    """Run the experiment; returns the metrics of its results row."""
-    run_dir = Path(config.output_dir)
+def check(config: Config) -> None:
+    """Refuse what cannot work from files' names and the model's config alone, before any weight is loaded."""
+    check_files(config)
     geometry = read_geometry(config.model)
     families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
     check_lengths(config, geometry)
     rows = config.stage.micro_batch_size or config.stage.batch_size
     check_boundaries(config.data.document_boundaries, config.model.attn_implementation, rows)
+    choose_device(config)
+
+
+def run(config: Config) -> dict:
+    """Run the checked experiment; returns the metrics of its results row."""
+    run_dir = Path(config.output_dir)
     L.seed_everything(config.seed, workers=True, verbose=False)
     environment = environment_report()
     (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
-    logger = build_logger(config, run_dir, job_type=config.stage.name)
+    logger = build_logger(config.logger, config.to_dict(), run_dir, config.stage.name)
     failed = True
     try:
         metrics = _run(config, run_dir, logger, environment)
@@ -99,7 +104,7 @@ def _write(config, run_dir, routed, report, history, curve, metrics, environment
     )
     layout.save(report["held_out"]["routing"], run_dir / "layout.png")
     curves.save(history, config.stage.name, run_dir / "curves.png")
-    print(table(config, report, Path(os.path.relpath(run_dir))), flush=True)
+    print(table(config, report, run_dir), flush=True)
     warn_if_missed(config.method.sparsity, metrics["sparsity_total"])
 
 
@@ -111,6 +116,19 @@ def choose_device(config: Config) -> torch.device:
     if wants_gpu and torch.cuda.is_available():
         return torch.device("cuda", rank_zero_only.rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def check_files(config: Config) -> None:
+    """Files the config names must be there."""
+    checkpoint_to_resume(config.resume)
+    named = {"eval.other_text": config.eval.other_text, "data.eval_path": config.data.eval_path}
+    if config.data.source == "files":
+        named["data.path"] = config.data.path
+    if config.model.source in ("local", "gguf"):
+        named["model.path"] = config.model.path
+    for key, name in named.items():
+        if name and not Path(name).exists():
+            raise ValueError(f"{key}={name!r} does not exist; legal: an existing file or folder")
 
 
 def check_lengths(config: Config, geometry: families.Geometry) -> None:
@@ -138,7 +156,8 @@ def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
             {"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))}
         )
         artifact = wandb.Artifact(f"routers-{run.id}", type="routers")
-        artifact.add_dir(str(run_dir / "checkpoint"))
+        for file in sorted((run_dir / "checkpoint").iterdir()):
+            artifact.add_file(str(file))
         run.log_artifact(artifact)
     else:
         logger.log_metrics({k: v for k, v in metrics.items() if isinstance(v, int | float)})

@@ -88,7 +88,7 @@ def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_na
         limit_val_batches=None if stage.val_every else 0,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        log_every_n_steps=stage.log_every,
+        log_every_n_steps=min(stage.log_every, stage.steps),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=run_dir,

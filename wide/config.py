@@ -7,6 +7,7 @@ bottom of the imports. Every mistake is one `ValueError` that names key, value a
 
 import dataclasses
 import difflib
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -97,7 +98,7 @@ class DataConfig:
 
 @dataclass
 class StageConfig:
-    """One training stage: `calibrate` (routers) or `lora` (recovery)."""
+    """One training stage: `calibrate` trains the routers on the frozen backbone."""
 
     name: str = "calibrate"
     steps: int = 90
@@ -123,7 +124,7 @@ class StageConfig:
     """Also fit and store the dial for 5% to 85%, so that any sparsity can be chosen at load time."""
 
     def __post_init__(self) -> None:
-        _choice("stage", "name", self.name, ("calibrate", "lora"))
+        _choice("stage", "name", self.name, ("calibrate",))
         _choice("stage", "scheduler", self.scheduler, ("cosine", "constant"))
         for key in ("steps", "batch_size", "log_every", "val_blocks", "dial_blocks"):
             _range("stage", key, getattr(self, key), 1)
@@ -189,7 +190,31 @@ class EvalConfig:
 
 
 @dataclass
-class Config:
+class RootConfig:
+    """The options outside any group."""
+
+    seed: int = 17
+    action: str = "pipeline"
+    """Module of `experiments/` whose `run` is called."""
+    experiment_name: str = "default"
+    """Names the run's folder and its row."""
+    results_file: str = "outputs/results.jsonl"
+    resume: str | None = None
+    """Run folder (or its .ckpt file) to continue from."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is out of range; legal: 0 to {2**32 - 1}")
+        if not re.fullmatch(r"\w[\w.+-]*", self.experiment_name):
+            raise ValueError(
+                f"experiment_name={self.experiment_name!r} must name a folder; legal: letters, digits and _ . + -"
+            )
+        if not self.results_file:
+            raise ValueError("results_file is empty; legal: the path of a JSONL file")
+
+
+@dataclass(kw_only=True)
+class Config(RootConfig):
     """The whole run. `method` holds the chosen method's own dataclass."""
 
     model: ModelConfig
@@ -199,12 +224,6 @@ class Config:
     trainer: TrainerConfig
     logger: LoggerConfig
     eval: EvalConfig
-    seed: int = 17
-    action: str = "pipeline"
-    experiment_name: str = "default"
-    results_file: str = "outputs/results.jsonl"
-    resume: str | None = None
-    """Run folder (or its .ckpt file) to continue from."""
     output_dir: str = "outputs/run"
 
     def to_dict(self) -> dict:
@@ -223,23 +242,24 @@ GROUPS = {
 
 
 def to_dataclass(node: object, cls: type[T], group: str) -> T:
-    """Validate one group's node against its dataclass: unknown keys, types, then ranges.
+    """Validate one group's node against its dataclass: unknown keys, types, then ranges. The root's group is "".
 
     Raises:
-        ValueError: one line naming the key and the legal ones.
+        ValueError: one line naming the key, its value and the legal ones.
     """
     plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     if not isinstance(plain, dict):
         raise ValueError(f"{group}={plain!r} must be a group of options")
-    legal = [f.name for f in dataclasses.fields(cls)]
+    prefix = f"{group}." if group else ""
+    legal = [prefix + f.name for f in dataclasses.fields(cls)]
     for key in plain:
-        if key not in legal:
-            raise ValueError(unknown_key(f"{group}.{key}", [f"{group}.{name}" for name in legal]))
+        if f"{prefix}{key}" not in legal:
+            raise ValueError(unknown_key(f"{prefix}{key}", legal if group else [*legal, *GROUPS, "method"]))
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), plain))
     except OmegaConfBaseException as error:
         cause = str(error).split("\n")[0]
-        raise ValueError(f"{group}.{error.full_key or ''}: {cause}") from None
+        raise ValueError(f"{prefix}{error.full_key or ''}: {cause}") from None
 
 
 def unknown_key(key: str, legal: list[str]) -> str:
@@ -251,14 +271,13 @@ def unknown_key(key: str, legal: list[str]) -> str:
 
 def build(node: DictConfig, method_config: type, output_dir: str) -> Config:
     """Turn the composed config into dataclasses, all checks run. `method_config` is the method's `Config`."""
-    groups = {name: to_dataclass(node[name], cls, name) for name, cls in GROUPS.items()}
-    groups["method"] = to_dataclass(node["method"], method_config, "method")
-    top = {key: node[key] for key in node if key not in groups}
-    legal = [f.name for f in dataclasses.fields(Config) if f.name not in groups and f.name != "output_dir"]
-    for key in top:
-        if key not in legal:
-            raise ValueError(unknown_key(str(key), legal + list(GROUPS) + ["method"]))
-    return Config(**groups, **top, output_dir=output_dir)
+    classes = {**GROUPS, "method": method_config}
+    for name in classes:
+        if name not in node:
+            raise ValueError(f"{name} is missing; every run needs the groups {', '.join(classes)}")
+    groups = {name: to_dataclass(node[name], cls, name) for name, cls in classes.items()}
+    root = to_dataclass({key: node[key] for key in node if key not in classes}, RootConfig, "")
+    return Config(**groups, **vars(root), output_dir=output_dir)
 
 
 def register_schemas() -> None:

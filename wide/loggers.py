@@ -6,17 +6,18 @@ tracker files in its own folder, so parallel offline runs share nothing.
 
 import netrc
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from wide.config import Config
+from wide.config import LoggerConfig
 
 
 def wandb_mode(asked: str) -> str:
-    """ "auto" is online when a key is configured (variable or netrc entry of the W&B host), else offline."""
+    """For "auto": online when a key is configured (variable or netrc entry of the W&B host), else offline."""
     if asked != "auto":
         return asked
     if os.environ.get("WANDB_MODE"):
@@ -25,44 +26,73 @@ def wandb_mode(asked: str) -> str:
         return "online"
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
-        return "online" if host and netrc.netrc().authenticators(host) else "offline"
+        return "online" if host and netrc.netrc(os.environ.get("NETRC")).authenticators(host) else "offline"
     except (OSError, netrc.NetrcParseError):
         return "offline"
 
 
-def build_logger(config: Config, run_dir: Path, job_type: str) -> Logger | None:
-    """The tracker of one run; its files lie under `run_dir`. None on ranks other than zero for W&B."""
-    if config.logger.name == "none":
+class StageLogger(WandbLogger):
+    """W&B through Lightning, with an axis per stage: `calibrate/*` is drawn over `calibrate/step`.
+
+    A tracker that has one clock for all drops whatever comes later with a lower step (a resume, a second stage).
+    """
+
+    def __init__(self, run, run_dir: Path, stage: str):
+        super().__init__(experiment=run, save_dir=run_dir)
+        self.stage = stage
+        run.define_metric(f"{stage}/step")
+        run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        axis = {} if step is None else {f"{self.stage}/step": step}
+        self.experiment.log({**metrics, **axis})
+
+
+def build_logger(options: LoggerConfig, config: dict, run_dir: Path, stage: str) -> Logger | None:
+    """The tracker of one run; its files lie under `run_dir`. `config` is the resolved, plain configuration.
+
+    None when no tracker is wanted, and for W&B on every rank but zero.
+    """
+    if options.name == "none":
         return None
-    if config.logger.name == "csv":
+    if options.name == "csv":
         return CSVLogger(save_dir=run_dir, name="csv", version="")
     if rank_zero_only.rank != 0:
         return None
-    import wandb
-    from lightning.pytorch.loggers import WandbLogger
+    return StageLogger(_start_wandb(options, config, run_dir, stage), run_dir, stage)
 
-    run = wandb.init(
-        project=config.logger.project,
-        name=f"{config.experiment_name}-{job_type}",
-        group=config.logger.group or config.experiment_name,
-        job_type=job_type,
-        tags=[config.method.name, config.model.name, *config.logger.tags],
-        dir=str(run_dir),
-        config=config.to_dict(),
-        mode=wandb_mode(config.logger.mode),
-        settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-        reinit="finish_previous",
-    )
-    run.define_metric(f"{job_type}/*", step_metric=f"{job_type}/step")
-    return WandbLogger(experiment=run, save_dir=run_dir)
+
+def _start_wandb(options: LoggerConfig, config: dict, run_dir: Path, stage: str):
+    """A W&B run that asks nothing and prints nothing. Without a network, mode auto goes on offline."""
+    import wandb
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    mode = wandb_mode(options.mode)
+    arguments = {
+        "project": options.project,
+        "name": f"{config['experiment_name']}-{stage}",
+        "group": options.group or config["experiment_name"],
+        "job_type": stage,
+        "tags": [config["method"]["name"], config["model"]["name"], *options.tags],
+        "dir": str(run_dir),
+        "config": config,
+        "reinit": "finish_previous",
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
+    }
+    try:
+        return wandb.init(mode=mode, **arguments)
+    except wandb.Error as error:
+        if options.mode != "auto" or mode != "online":
+            raise
+        print(f"W&B is not reachable, so this run is kept offline ({str(error).splitlines()[0]})", flush=True)
+        return wandb.init(mode="offline", **arguments)
 
 
 def finish(logger: Logger | None, exit_code: int) -> None:
     """End the tracker's run; a non-zero exit code marks it as failed."""
     if logger is None:
         return
-    run = getattr(logger, "experiment", None)
-    if hasattr(run, "finish"):
-        run.finish(exit_code=exit_code)
-    else:
-        logger.finalize("failed" if exit_code else "success")
+    logger.finalize("failed" if exit_code else "success")
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish(exit_code=exit_code)

@@ -6,8 +6,10 @@ and does not spoil the next one.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -25,9 +27,15 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "lightning", "hydra-core"
 
 
 def append_row(path: str | Path, row: dict) -> None:
-    """Append one flat JSON row, atomically with respect to other writers of the same file."""
+    """Append one JSON row, atomically with respect to other writers of the same file.
+
+    JSON has no NaN and no infinity: such a figure becomes null, and its key is listed under `not_finite`.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    lost = sorted(key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value))
+    if lost:
+        row = row | dict.fromkeys(lost) | {"not_finite": lost}
     line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
     with open(path, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -35,6 +43,7 @@ def append_row(path: str | Path, row: dict) -> None:
         if size:
             file.seek(size - 1)
             if file.read(1) != b"\n":  # a writer was killed in mid-line
+                warnings.warn(f"{path} ended in a torn row, left as it is", stacklevel=2)
                 line = "\n" + line
         file.write(line.encode())
         file.flush()
@@ -42,34 +51,54 @@ def append_row(path: str | Path, row: dict) -> None:
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """All rows of the files as a DataFrame; unreadable lines are skipped with a warning naming file and line."""
-    files = [paths] if isinstance(paths, str | Path) else list(paths)
+    """All rows of the files (names or glob patterns) as a DataFrame.
+
+    A line that is no JSON object is skipped with a warning naming file and line.
+
+    Raises:
+        ValueError: a name or pattern that no file answers to.
+    """
+    patterns = [paths] if isinstance(paths, str | Path) else list(paths)
     rows = []
-    for path in files:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for path in (file for pattern in patterns for file in _files(str(pattern))):
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError:
-                if line.strip():
-                    warnings.warn(f"{path}:{number} is not a whole JSON row and was skipped", stacklevel=2)
-                continue
-            rows.append(row)
+                row = None
+            if not isinstance(row, dict):
+                warnings.warn(f"{path}:{number} is not a whole JSON row and was skipped", stacklevel=2)
+            elif row:
+                rows.append(row)
     return pd.DataFrame(rows)
 
 
+def _files(pattern: str) -> list[Path]:
+    files = [Path(pattern)] if Path(pattern).is_file() else [Path(name) for name in sorted(glob.glob(pattern))]
+    if not files:
+        raise ValueError(f"{pattern!r} names no results file")
+    return files
+
+
+def config_hash(config: dict) -> str:
+    """Equal for two runs that were asked for the same thing, wherever they wrote and whoever watched."""
+    asked = {key: value for key, value in config.items() if key not in ("output_dir", "results_file", "logger")}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def base_row(config: dict, run_id: str, command: str, environment: dict) -> dict:
-    """The part of a row that is known at the start of a run."""
+    """The part of a row that is known at the start of a run. `config` may be one that validation refused."""
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
-        "experiment": config["experiment_name"],
-        "action": config["action"],
-        "model": config["model"]["name"],
-        "method": config["method"]["name"],
-        "asked_sparsity": config["method"].get("sparsity"),
-        "seed": config["seed"],
+        "experiment": config.get("experiment_name"),
+        "action": config.get("action"),
+        "model": config.get("model", {}).get("name"),
+        "method": config.get("method", {}).get("name"),
+        "asked_sparsity": config.get("method", {}).get("sparsity"),
+        "seed": config.get("seed"),
         "config": config,
-        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
+        "config_hash": config_hash(config),
         "command": command,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": environment["device"],
