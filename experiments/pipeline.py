@@ -73,7 +73,8 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         vocab_size=geometry.vocab_size,
         val_blocks=config.stage.val_blocks,
     )
-    history = train(config, routed, data, run_dir, logger)
+    learns = any(True for _ in gates.parameters())
+    history = train(config, routed, data, run_dir, logger) if learns else []
     routed.to(device).eval()
     point, curve = fit_dials(config, routed, data, device)
     report = evaluate(config, routed, data, tokenizer)

@@ -130,7 +130,7 @@ def fit_dials(
     Under bf16 autocast when training was, so that the rates are those of the numbers that will be reported.
     """
     method = config.method
-    if method.dial == "none" or not routed.gates.supports_dial:
+    if not routed.gates.supports_dial or method.dial == "none":
         return None, []
     num_blocks = min(config.stage.dial_blocks, len(data.train_blocks))
     batches = [
