@@ -60,10 +60,10 @@ class Config:
             if getattr(self, key) < 1:
                 raise ValueError(f"method.{key}={getattr(self, key)} is out of range; legal: 1 or more")
         for key in ("tau_start", "tau_end"):
-            if getattr(self, key) <= 0:
+            if not getattr(self, key) > 0:
                 raise ValueError(f"method.{key}={getattr(self, key)} is out of range; legal: above 0")
         for key in ("budget_weight", "separation_weight"):
-            if getattr(self, key) < 0:
+            if not getattr(self, key) >= 0:
                 raise ValueError(f"method.{key}={getattr(self, key)} is out of range; legal: 0 or more")
         for key, legal in _CHOICES.items():
             if getattr(self, key) not in legal:
