@@ -1,0 +1,163 @@
+"""`python run.py` as a user types it: help, one literal experiment, sweeps, mistakes, folders, rows and trackers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import CommandLine
+from wandb_file import OfflineRun
+
+from wide.results import read_rows
+
+TINY = ("+experiment=tiny", "stage.steps=2")
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def rows_of(cli: CommandLine):
+    return read_rows(cli.folder / "outputs" / "results.jsonl")
+
+
+def one_line_error(process) -> str:
+    """Asserts that the mistake was one line on standard error, without a traceback anywhere."""
+    assert process.returncode == 2, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: ") and "Traceback" not in process.stdout
+    return line
+
+
+def test_help_lists_the_groups(cli):
+    process = cli("--help")
+    assert process.returncode == 0
+    for group in ("model", "method", "stage", "data", "trainer", "logger", "eval", "experiment"):
+        assert f"\n{group}: " in process.stdout
+
+
+def test_cfg_job_shows_an_override_and_runs_nothing(cli):
+    process = cli("+experiment=llama8b_s50", "method.sparsity=0.4", "--cfg", "job")
+    assert process.returncode == 0
+    assert "sparsity: 0.4" in process.stdout and "path: meta-llama/Llama-3.1-8B" in process.stdout
+    assert not list(cli.folder.iterdir())
+
+
+def test_literal_experiment_leaves_its_outputs_and_one_row(cli):
+    process = cli("+experiment=tiny", "logger=csv")
+    assert process.returncode == 0, process.stderr
+    (run_dir,) = (cli.folder / "outputs" / "tiny").iterdir()
+    expected = {"config.json", "environment.json", "report.json", "row.jsonl", "layout.png", "curves.png", "sample.md"}
+    assert expected | {"checkpoint", "checkpoints", "csv"} <= {path.name for path in run_dir.iterdir()}
+    (row,) = rows_of(cli).to_dict("records")
+    report = json.loads((run_dir / "report.json").read_text())
+    assert row["status"] == "finished" and row["experiment"] == "tiny"
+    assert row["routed_perplexity"] == report["held_out"]["routed_perplexity"]
+    assert row["config"] == json.loads((run_dir / "config.json").read_text())
+    assert row["config"]["method"]["ffn_group_size"] == 32
+    assert f"{row['routed_perplexity']:.2f}" in process.stdout and str(row["config"]["output_dir"]) in process.stdout
+    assert str(cli.folder) not in json.dumps(row), "a row holds no path of the machine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["method.sparsty=0.5"], ["method.sparsty", "did you mean method.sparsity"]),
+        (["+method.sparsty=0.5"], ["method.sparsty", "did you mean method.sparsity"]),
+        (["method.sparsity=1.3"], ["method.sparsity=1.3", "0 to 1"]),
+        (["method.sparsity=abc"], ["method.sparsity", "abc"]),
+        (["+experiment=nope"], ["experiment=nope", "smollm2_s50"]),
+        (["experiment=tiny"], ["+experiment="]),
+        (["+experiment=tiny", "method.attn_group_size=3"], ["attn_group_size=3", "legal: 1, 2, 4"]),
+        (["+experiment=tiny", "method.ffn_group_size=48"], ["ffn_group_size=48", "32, 40, 80, 160"]),
+        (["+experiment=tiny", "data.block_size=1024"], ["data.block_size=1024", "2 to 512"]),
+        (["data=files", "data.path=not_there"], ["data.path='not_there'", "does not exist"]),
+        (["resume=not_there"], ["resume='not_there'", "last.ckpt"]),
+        (["action=fly"], ["action='fly'", "pipeline"]),
+        (["-m", "+experiment=glob(zzz*)"], ["launched no job"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistake_ends_in_one_line(cli, arguments, parts):
+    line = one_line_error(cli(*arguments))
+    for part in parts:
+        assert part in line
+    assert not (cli.folder / "outputs" / "results.jsonl").exists()
+
+
+def test_wrong_key_inside_an_experiment_file(cli):
+    folder = cli.folder / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("# @package _global_\nexperiment_name: own\nmethod:\n  sparsty: 0.7\n")
+    line = one_line_error(cli("--config-dir", str(cli.folder / "mine"), "+experiment=own"))
+    assert "method.sparsty" in line and "did you mean method.sparsity" in line
+
+
+def test_sweep_over_several_devices_is_refused_for_each_job(cli):
+    process = cli("-m", *TINY, "trainer.devices=2", "seed=1,2")
+    assert process.returncode == 2
+    refusals = [line for line in process.stderr.splitlines() if "trainer.devices=2 in a sweep" in line]
+    assert len(refusals) == 2 and all("torchrun" in line for line in refusals)
+    assert list(rows_of(cli).status) == ["failed", "failed"]
+
+
+def test_sweep_with_a_failing_job(cli):
+    """Four jobs, the third impossible: four rows, four folders, four ended offline runs, a non-zero exit."""
+    process = cli("-m", *TINY, "logger=wandb", "method.attn_group_size=1,2,3,4")
+    assert process.returncode == 2
+    assert "1 of 4 jobs failed" in process.stderr.splitlines()[-1] and "Traceback" not in process.stderr
+    rows = rows_of(cli)
+    assert list(rows.status) == ["finished", "finished", "failed", "finished"]
+    assert rows.error[2] == "ValueError" and "attn_group_size=3" in rows.message[2]
+    (sweep,) = (cli.folder / "outputs" / "sweeps").iterdir()
+    folders = sorted(path for path in sweep.iterdir() if path.is_dir())
+    assert [folder.name for folder in folders] == [f"{number}-tiny" for number in range(4)]
+    runs = [OfflineRun(folder) for folder in folders]
+    assert [run.exit_code for run in runs] == [0, 0, 1, 0]
+    assert len({run.run.run_id for run in runs}) == 4 and {run.run.run_group for run in runs} == {"tiny"}
+    assert [run.config["method"]["attn_group_size"] for run in runs] == [1, 2, 3, 4]
+    assert [row["calibrate/step"] for row in runs[0].history if "calibrate/loss" in row]
+    assert (folders[2] / "error.txt").read_text().startswith("Traceback")
+
+
+def test_run_that_fails_midway_is_a_failed_row_and_a_failed_tracker_run(cli):
+    process = cli(*TINY, "logger=wandb", "stage.learning_rate=1e30", WANDB_API_KEY=SECRET)
+    assert process.returncode == 1
+    assert "diverged" in process.stderr
+    (row,) = rows_of(cli).to_dict("records")
+    assert (row["status"], row["error"]) == ("failed", "RuntimeError") and "diverged" in row["message"]
+    (run_dir,) = (cli.folder / "outputs" / "tiny").iterdir()
+    assert OfflineRun(run_dir).exit_code == 1
+    assert "RuntimeError" in (run_dir / "error.txt").read_text()
+    for path in run_dir.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_jobs_started_together_keep_their_own_folder(cli):
+    """F37, with separate commands."""
+    processes = [cli.start(*TINY, f"seed={seed}") for seed in range(4)]
+    for process in processes:
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+    folders = list((cli.folder / "outputs" / "tiny").iterdir())
+    assert len(folders) == 4 and sorted(rows_of(cli).seed) == [0, 1, 2, 3]
+    for folder in folders:
+        row = json.loads((folder / "row.jsonl").read_text())
+        recipe = json.loads((folder / "checkpoint" / "wide_config.json").read_text())["recipe"]
+        assert row["seed"] == json.loads((folder / "config.json").read_text())["seed"] == recipe["seed"]
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_untouched(cli):
+    assert cli(*TINY, "hydra.run.dir=here").returncode == 0
+    before = {path: path.read_bytes() for path in _files(cli.folder / "here")}
+    line = one_line_error(cli(*TINY, "hydra.run.dir=here", "seed=5"))
+    assert "here already holds a run" in line and "resume=here" in line
+    assert {path: path.read_bytes() for path in _files(cli.folder / "here")} == before
+    assert list(rows_of(cli).seed) == [17]
+
+
+def test_dense_runs_through_the_same_pipeline(cli):
+    assert cli(*TINY, "method=dense").returncode == 0
+    (row,) = rows_of(cli).to_dict("records")
+    assert row["routed_perplexity"] == pytest.approx(row["dense_perplexity"], rel=1e-6)
+    assert row["sparsity_total"] == 0
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "run.log")
