@@ -57,10 +57,7 @@ def save_pretrained(
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        tensors = {name: t.detach().cpu().contiguous() for name, t in routed.gates.state_dict().items()}
-        if curve:
-            tensors["dial_curve"] = torch.stack([point.dial for point in curve])
-        save_file(tensors, staging / TENSORS)
+        save_file(_tensors(routed, curve), staging / TENSORS)
         if routed.model is not routed.base:
             routed.model.save_pretrained(staging / "adapter")
         config = {
@@ -76,15 +73,27 @@ def save_pretrained(
         }
         (staging / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (staging / CARD).write_text(model_card(config))
-        for path in staging.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-        staging.chmod(0o755)
+        _sync(staging)
         _replace(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _tensors(routed: RoutedModel, curve: list[DialPoint]) -> dict[str, torch.Tensor]:
+    tensors = {name: t.detach().cpu().contiguous() for name, t in routed.gates.state_dict().items()}
+    if curve:
+        tensors["dial_curve"] = torch.stack([point.dial for point in curve])
+    return tensors
+
+
+def _sync(folder: Path) -> None:
+    """On disk before it is moved into place, and readable by others as any other output."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    folder.chmod(0o755)
 
 
 def _replace(staging: Path, folder: Path) -> None:
