@@ -1,12 +1,12 @@
 """Stage 1: gradients, accumulation, checkpointing, schedules, resume. CPU, float32, tiny random models."""
 
-
 import pytest
 import torch
 from tiny import FAMILIES, routed, stock, tokens
 from training import build_module, fit, tiny_run_config, trained_tensors
 
 from wide.config import StageConfig
+from wide.families import enable_activation_checkpointing
 from wide.loss import next_token_labels, token_losses
 from wide.methods import load as load_method
 from wide.routing import (
@@ -137,8 +137,9 @@ def test_f17_activation_checkpointing_changes_no_gradient_and_no_frozen_weight(f
     before = {k: v.clone() for k, v in plain.routed.model.state_dict().items()}
     expected = one_step(plain, batch(2))
     checkpointed = make({}, family)
-    checkpointed.routed.base.gradient_checkpointing_enable({"use_reentrant": False})
-    checkpointed.routed.base.train()
+    enable_activation_checkpointing(checkpointed.routed.base)
+    for layer in checkpointed.routed.decoder_layers():
+        layer.training = True
     gradients = one_step(checkpointed, batch(2))
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], atol=1e-5, rtol=0, msg=name)
@@ -213,7 +214,7 @@ def test_schedules_count_optimiser_steps(tmp_path):
 
     module._hidden = record
     fit(config, module)
-    assert {step: tau for step, tau in seen} == pytest.approx({i: 5.0 - 4.5 * i / 7 for i in range(8)})
+    assert dict(seen) == pytest.approx({i: 5.0 - 4.5 * i / 7 for i in range(8)})
     assert [row["target"] for row in module.history_rows()] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4])
     rates = [row["learning_rate"] for row in module.history_rows()]
     assert max(rates) == pytest.approx(2e-3, rel=0.05) and rates[-1] == pytest.approx(0, abs=1e-9)
@@ -291,5 +292,3 @@ def test_separation_term_pushes_logits_apart():
     gradients = one_step(module, batch(2))
     without = one_step(make({"separation_weight": 0.0, "budget_weight": 0.0}), batch(2))
     assert any((gradients[name] - without[name]).abs().max() > 1e-6 for name in gradients)
-
-

@@ -96,7 +96,11 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor, valid: torch.Tenso
 
 
 def judge(
-    name: str, dtype: torch.dtype, out: torch.Tensor, expected: torch.Tensor, dense_error: float,
+    name: str,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    dense_error: float,
     valid: torch.Tensor | None = None,
 ) -> Verdict:
     """Compare `out` with the float64 result under the rule: at most twice the dense call's own error."""

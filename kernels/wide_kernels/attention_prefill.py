@@ -11,11 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._launch import refuse_gradient, runs_triton
 from .gqa import LOG2_E, HeadGroups, can_chain, chain_option, check_call, reference
-from .gqa_prefill import partition_kernel, prefill_kernel
+from .gqa_prefill import partition_kernel, prefill_kernel, zero_kernel
+
+DENSE_BACKENDS = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,21 @@ def run_triton(
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
         **chain_option(chained),
     )  # fmt: skip
+    return out
+
+
+def run_dense(q: Tensor, k: Tensor, v: Tensor, keep_mask: Tensor, scale: float) -> Tensor:
+    """The library's causal attention over whole rows (Tq = Tk), then zeros in the inactive ones."""
+    sizes = HeadGroups.of(q, k, v, keep_mask)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(list(DENSE_BACKENDS), set_priority=True):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    out = out.transpose(1, 2).contiguous()
+    num_tokens, width = sizes.batch * sizes.num_tokens, sizes.group_size * sizes.head_size
+    block_w = min(512, triton.next_power_of_2(width))
+    zero_kernel[(triton.cdiv(num_tokens, 32), sizes.num_groups)](
+        out, keep_mask.contiguous(), num_tokens, NUM_GROUPS=sizes.num_groups, WIDTH=width, BLOCK_T=32, BLOCK_W=block_w
+    )
     return out
 
 

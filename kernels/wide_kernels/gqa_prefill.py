@@ -180,22 +180,51 @@ def prefill_kernel(
             v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=in_head[None], other=0.0)
         m, den, acc = online_softmax(s, m, den, acc, v, scale, PRECISION, False)
 
-    for step in tl.range(0, full_low + num_blocks - full_high, num_stages=1):
+    for step in tl.range(0, full_low + num_blocks - full_high):
         block = tl.where(step < full_low, step, step - full_low + full_high)
         key = low + block * BLOCK_N + n
-        rows = key.to(tl.int64)
-        inside = key <= last_pos
-        k_mask = inside[None] & in_head[:, None]
-        k = tl.load(k_ptr + rows[None] * stride_kt + d[:, None] * stride_kd, mask=k_mask, other=0.0)
-        s = mma(q, k, zero, PRECISION)
+        if USE_TMA and not HAS_LENGTH:  # beyond the cache a tensor map reads zeros; beyond key_length it might not
+            k = k_desc.load([batch, kv_head, low + block * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_D)
+            s = mma(q, k.T, zero, PRECISION)
+            v = v_desc.load([batch, kv_head, low + block * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_D)
+        else:
+            rows = key.to(tl.int64)
+            inside = key <= last_pos
+            k_mask = inside[None] & in_head[:, None]
+            k = tl.load(k_ptr + rows[None] * stride_kt + d[:, None] * stride_kd, mask=k_mask, other=0.0)
+            s = mma(q, k, zero, PRECISION)
+            v_mask = inside[:, None] & in_head[None]
+            v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
         seen = key[None] <= pos[:, None]
         if HAS_WINDOW:
             seen &= key[None] > pos[:, None] - window
-        v_mask = inside[:, None] & in_head[None]
-        v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
         s = tl.where(seen, s, -float("inf"))
         m, den, acc = online_softmax(s, m, den, acc, v, scale, PRECISION, True)
 
     place = token.to(tl.int64) * (num_heads * HEAD_SIZE) + head_offset
     out = narrow(acc / tl.where(den == 0, 1.0, den)[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] + d[None], out, mask=stored[:, None] & in_head[None])
+
+
+@triton.jit
+def zero_kernel(
+    out_ptr,  # [B, Tq, H, D] contiguous
+    keep_ptr,  # bool [B * Tq, G] contiguous
+    num_tokens,  # B * Tq
+    NUM_GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns of a group, its heads times D
+    BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Zero the inactive rows of one group in a dense result; nothing is written where all are active."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    group = tl.program_id(1)
+    offset = token.to(tl.int64) * NUM_GROUPS + group
+    keep = tl.load(keep_ptr + offset, mask=token < num_tokens, other=1)
+    if tl.min(keep.to(tl.int32), 0) == 1:
+        return
+    zeros = tl.zeros([BLOCK_T, BLOCK_W], out_ptr.dtype.element_ty)
+    for base in range(0, WIDTH, BLOCK_W):
+        column = base + tl.arange(0, BLOCK_W)
+        idle = (keep == 0)[:, None] & (column < WIDTH)[None]
+        tl.store(out_ptr + (offset * WIDTH)[:, None] + column[None], zeros, mask=idle)

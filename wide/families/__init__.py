@@ -10,7 +10,7 @@ import pkgutil
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,12 @@ class Geometry:
             max_positions=config.max_position_embeddings,
             sliding_window=getattr(config, "sliding_window", None) if uses_window else None,
         )
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Non-re-entrant checkpointing of every decoder layer; transformers 5.24 renamed the call."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def names() -> list[str]:

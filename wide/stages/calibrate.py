@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import get_scheduler
 
+from wide import families
 from wide.config import StageConfig
 from wide.loss import next_token_labels, token_losses
 from wide.model import RoutedModel
@@ -41,7 +42,7 @@ class Calibrate(L.LightningModule):
         self.routed, self.stage, self.method, self.seed = routed, stage, method, seed
         self.freeze()
         if stage.activation_checkpointing:
-            routed.base.gradient_checkpointing_enable({"use_reentrant": False})
+            families.enable_activation_checkpointing(routed.base)
         self._attention_weight = routed.cost(length=1).attention_weight
         self.history: list[dict[str, Tensor]] = []
 
@@ -66,6 +67,9 @@ class Calibrate(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.routed.model.eval()
+        if self.stage.activation_checkpointing:
+            for layer in self.routed.decoder_layers():
+                layer.training = True  # stock layers checkpoint only in training mode; their children stay in eval
 
     def on_train_end(self) -> None:
         self.routed.gates.step.noise = None
