@@ -28,6 +28,8 @@ def cli() -> int:
     from experiments.mistakes import check_sweep, explain
 
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    if not sys.stdout.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries too: they fill a log with carriage returns
     try:
         main()
         check_sweep(sys.argv[1:], jobs())

@@ -41,7 +41,7 @@ def test_cfg_job_shows_an_override_and_runs_nothing(cli):
 
 def test_literal_experiment_leaves_its_outputs_and_one_row(cli):
     process = cli("+experiment=tiny", "logger=csv")
-    assert process.returncode == 0, process.stderr
+    assert (process.returncode, process.stderr) == (0, "")
     (run_dir,) = (cli.folder / "outputs" / "tiny").iterdir()
     expected = {"config.json", "environment.json", "report.json", "row.jsonl", "layout.png", "curves.png", "sample.md"}
     assert expected | {"checkpoint", "checkpoints", "csv"} <= {path.name for path in run_dir.iterdir()}
