@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             position += left
             continue
         length, kind = struct.unpack_from("<HB", data, position + 4)
+        if position + RECORD_HEADER + length > len(data):  # still being written
+            return
         parts += data[position + RECORD_HEADER : position + RECORD_HEADER + length]
         position += RECORD_HEADER + length
         if kind in (FULL, LAST):
@@ -30,8 +33,18 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             yield record
 
 
+def records_of_ended_run(path: Path, patience_s: float = 20.0) -> list[wandb_internal_pb2.Record]:
+    """All records once the exit record is on disk: W&B's writer is a process of its own and may lag behind `finish`."""
+    end = time.monotonic() + patience_s
+    while True:
+        found = list(records(path))
+        if time.monotonic() > end or any(record.HasField("exit") for record in found):
+            return found
+        time.sleep(0.1)
+
+
 class OfflineRun:
-    """`history` rows, `config`, step axes and exit code of the one run under `folder`."""
+    """`history` rows, `config`, step axes and exit code of the one ended run under `folder`."""
 
     def __init__(self, folder: Path):
         (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -39,7 +52,7 @@ class OfflineRun:
         self.config: dict = {}
         self.step_axes: dict[str, str] = {}
         self.exit_code: int | None = None
-        for record in records(path):
+        for record in records_of_ended_run(path):
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 self.history.append({_key(item): json.loads(item.value_json) for item in record.history.item})
