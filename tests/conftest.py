@@ -18,7 +18,10 @@ os.environ.update(OFFLINE)
 
 
 class CommandLine:
-    """`python run.py ...` in a subprocess whose working directory, and so every output, is the test's own."""
+    """`python run.py ...` in a subprocess whose working directory, and so every output, is the test's own.
+
+    W&B leaves the address of a running writer in the environment; a child must not find the one of another test.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -27,7 +30,7 @@ class CommandLine:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "run.py"), *arguments],
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            env={k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | OFFLINE | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
