@@ -1,0 +1,175 @@
+"""The inputs every linear operator has to get right: odd sizes, extreme masks, strides, each route.
+
+Sizes are small on purpose (the CPU interpreter runs them); the compiled check runs the same ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from ._testing import Case, Inputs, random_keep_mask
+from .dispatch import Plan
+from .gemm_k import gemm_k
+from .gemm_k import reference as gemm_k_reference
+from .gemm_mn import channel_mask, gate_up, gate_up_reference, gemm_mn
+from .gemm_mn import reference as gemm_mn_reference
+from .layout import routing_layout
+
+SKIP_MN = Plan("skip", (32, 32, 32, 4, 2))
+SKIP_K = Plan("skip", (32, 32, 32, 1, 4, 2))
+ONE_TOKEN = Plan("one_token", (16, 64, 4, 1))
+DENSE = Plan("dense")
+
+# name, T tokens, K or N of the free axis, group widths of the pruned axis: (groups, group size, channels)
+SIZES = {
+    "even": (96, 64, 4, 32, 128),
+    "smollm_9_heads": (40, 576, 3, 192, 576),
+    "smollm_ffn": (24, 96, 12, 128, 1536),
+    "groups_of_24": (50, 40, 5, 24, 120),
+    "groups_of_100": (33, 72, 3, 100, 300),
+    "narrow_groups": (31, 48, 6, 8, 48),
+    "last_group_narrower": (37, 56, 4, 48, 170),
+    "one_group": (20, 64, 1, 80, 80),
+    "seven_sets": (70, 32, 26, 16, 416),
+    "odd_everything": (17, 50, 3, 34, 102),
+    "head_size_96": (18, 128, 5, 96, 480),
+}
+MASKS = ("none", "all", "one_each", "unpicked_group", "one_token_active", "sorted")
+
+
+def make_mask(kind: str, generator: torch.Generator, num_tokens: int, num_groups: int, device) -> torch.Tensor:
+    """Random at 50% or one of the extremes of MASKS, bool[T, G]."""
+    keep = random_keep_mask(generator, num_tokens, num_groups, 0.5, "cpu")
+    if kind in ("none", "all"):
+        keep[:] = kind == "all"
+    elif kind == "one_each":
+        keep = F.one_hot(torch.arange(num_tokens) % num_groups, num_groups).bool()
+    elif kind == "unpicked_group":
+        keep[:, num_groups // 2] = False
+    elif kind == "one_token_active":
+        keep[: max(num_tokens - 1, 0)] = False
+        keep[-1:] = True
+    elif kind == "sorted":
+        keep = torch.arange(num_tokens)[:, None] * num_groups // max(num_tokens, 1) >= torch.arange(num_groups)
+    return keep.to(device)
+
+
+def _matrix(generator, rows: int, cols: int, device, dtype, strided: bool = False) -> torch.Tensor:
+    """Standard normal / sqrt(cols); `strided` cuts it out of a wider buffer full of NaN."""
+    values = (torch.randn(rows, cols, generator=generator) / max(cols, 1) ** 0.5).to(device, dtype)
+    if not strided:
+        return values
+    buffer = torch.full((rows, cols + 16), float("nan"), dtype=dtype, device=device)
+    buffer[:, :cols] = values
+    return buffer[:, :cols]
+
+
+def _inputs(
+    generator, device, dtype, *, operator: str, size, tokens=None, mask="random", strided=False, transposed=False,
+    bias=False, skipped=None, plan=None, set_size=4,
+) -> Inputs:  # fmt: skip
+    num_tokens, free, num_groups, group_size, pruned = size
+    num_tokens = num_tokens if tokens is None else tokens
+    num_inputs, num_outputs = (pruned, free) if operator == "gemm_k" else (free, pruned)
+    keep_mask = make_mask(mask, generator, num_tokens, num_groups, device)
+    x = _matrix(generator, num_tokens, num_inputs, device, dtype, strided) * num_inputs**0.5
+    if strided:
+        x = torch.as_strided(_matrix(generator, num_tokens, num_inputs, device, dtype, True), x.shape, (num_inputs + 16, 1))
+    if transposed:
+        x = x.T.contiguous().T
+    weights = [_matrix(generator, num_outputs, num_inputs, device, dtype, strided) for _ in range(2)]
+    inputs: Inputs = {"x": x, "layout": routing_layout(keep_mask, set_size), "group_size": group_size, "plan": plan}
+    if operator == "gate_up":
+        inputs |= {"gate_weight": weights[0], "up_weight": weights[1]}
+    else:
+        inputs |= {"weight": weights[0], "bias": _matrix(generator, 1, num_outputs, device, dtype)[0] if bias else None}
+    if skipped is not None:
+        inputs["skipped"] = skipped
+    if operator == "gemm_k":
+        hole = ~channel_mask(keep_mask, num_inputs, group_size)
+        inputs["x"] = x.masked_fill(hole, 0.0 if skipped == "zeros" else float("nan"))
+    return inputs
+
+
+def _dense(*, x, weight, bias=None, **_) -> torch.Tensor:
+    return F.linear(x.nan_to_num(), weight, bias)
+
+
+def _dense_gate_up(*, x, gate_weight, up_weight, **_) -> torch.Tensor:
+    return F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
+
+
+def _running(*, layout, group_size, weight=None, gate_weight=None, **_) -> torch.Tensor:
+    channels = (weight if weight is not None else gate_weight).shape[0]
+    return channel_mask(layout.keep_mask, channels, group_size)
+
+
+def _case(operator: str, name: str, **choices) -> Case:
+    op, reference, dense = {
+        "gemm_mn": (gemm_mn, gemm_mn_reference, _dense),
+        "gate_up": (gate_up, gate_up_reference, _dense_gate_up),
+        "gemm_k": (gemm_k, gemm_k_reference, _dense),
+    }[operator]
+    open_blocks = operator != "gemm_k" and choices.get("skipped") == "undefined"
+    make: Callable = partial(_inputs, operator=operator, **choices)
+    return Case(f"{operator}-{name}", make, op, reference, dense, _running if open_blocks else None)
+
+
+def _family(operator: str, plan: Plan) -> list[Case]:
+    even = SIZES["even"]
+    zeros = {} if operator == "gemm_k" else {"skipped": "zeros"}
+    cases = [_case(operator, name, size=size, plan=plan, **zeros) for name, size in SIZES.items()]
+    cases += [_case(operator, f"mask_{kind}", size=even, mask=kind, plan=plan, **zeros) for kind in MASKS]
+    cases += [
+        _case(operator, f"{tokens}_tokens", size=even, tokens=tokens, plan=plan, **zeros)
+        for tokens in (0, 1, 2, 15, 16, 17, 31, 33)
+    ]
+    cases += [
+        _case(operator, "strided_nan_margin", size=SIZES["groups_of_100"], strided=True, plan=plan, **zeros),
+        _case(operator, "transposed_input", size=even, transposed=True, plan=plan, **zeros),
+        _case(operator, "undefined_blocks", size=SIZES["seven_sets"], skipped="undefined", plan=plan),
+        _case(operator, "zeroed_blocks", size=SIZES["seven_sets"], skipped="zeros", plan=plan),
+        _case(operator, "dense_route", size=SIZES["last_group_narrower"], plan=DENSE, **zeros),
+        _case(operator, "dense_undefined", size=even, skipped="undefined", plan=DENSE),
+        _case(operator, "chosen_route", size=even, **zeros),
+    ]
+    if operator != "gate_up":
+        cases.append(_case(operator, "bias", size=SIZES["head_size_96"], bias=True, plan=plan, **zeros))
+        cases.append(_case(operator, "bias_none_active", size=even, mask="none", bias=True, plan=plan, **zeros))
+    return cases
+
+
+def mn_cases() -> list[Case]:
+    """Cases of gemm_mn and gate_up."""
+    return _family("gemm_mn", SKIP_MN) + _family("gate_up", SKIP_MN)
+
+
+def k_cases() -> list[Case]:
+    """Cases of gemm_k, with every set size."""
+    sets = [_case("gemm_k", f"sets_of_{n}", size=SIZES["seven_sets"], plan=SKIP_K, set_size=n) for n in range(1, 6)]
+    return _family("gemm_k", SKIP_K) + sets
+
+
+def one_token_cases() -> list[Case]:
+    """One to eight tokens, all three operators."""
+    cases = []
+    for operator in ("gemm_mn", "gate_up", "gemm_k"):
+        names = [name for name in SIZES if name != "even"]
+        cases += [
+            _case(operator, f"few_{name}_{tokens}", size=SIZES[name], tokens=tokens, plan=ONE_TOKEN)
+            for name, tokens in zip(names, (1, 1, 1, 2, 3, 8, 1, 5, 1, 2), strict=True)
+        ]
+        cases += [
+            _case(operator, f"few_mask_{mask}_{tokens}", size=SIZES["even"], tokens=tokens, mask=mask, plan=ONE_TOKEN)
+            for mask in ("none", "all", "unpicked_group")
+            for tokens in (1, 4)
+        ]
+        bias = {} if operator == "gate_up" else {"bias": True}
+        cases += [
+            _case(operator, f"few_strided_{tokens}", size=SIZES["groups_of_100"], tokens=tokens, strided=True,
+                  plan=ONE_TOKEN, **bias)
+            for tokens in (1, 7)
+        ]  # fmt: skip
+    return cases
