@@ -98,7 +98,7 @@ class DataConfig:
 
 @dataclass
 class StageConfig:
-    """One training stage: `calibrate` trains the routers on the frozen backbone."""
+    """One training stage: `calibrate` trains the routers on the frozen backbone, `lora` recovers quality after it."""
 
     name: str = "calibrate"
     steps: int = 90
@@ -122,16 +122,30 @@ class StageConfig:
     """Training blocks on which the dial is fitted."""
     dial_curve: bool = False
     """Also fit and store the dial for 5% to 85%, so that any sparsity can be chosen at load time."""
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    """LoRA's contribution is scaled by alpha / rank."""
+    lora_dropout: float = 0.1
+    router_learning_rate: float | None = None
+    """Rate of the routers during `lora`; None takes `learning_rate`."""
+    freeze_routers: bool = False
+    """`lora` trains LoRA alone: routers and compensation vectors stay as they were."""
+    restart_temperature: bool = False
+    """`lora` lets the temperature fall from tau_start again (paper) instead of going on at tau_end."""
+    from_checkpoint: str | None = None
+    """What `lora` starts from: a run folder or checkpoint folder of `calibrate`; None goes on in the same run."""
 
     def __post_init__(self) -> None:
-        _choice("stage", "name", self.name, ("calibrate",))
+        _choice("stage", "name", self.name, ("calibrate", "lora"))
         _choice("stage", "scheduler", self.scheduler, ("cosine", "constant"))
-        for key in ("steps", "batch_size", "log_every", "val_blocks", "dial_blocks"):
+        counts = ("steps", "batch_size", "micro_batch_size", "log_every", "val_blocks", "dial_blocks")
+        for key in (*counts, "lora_rank", "lora_alpha"):
             _range("stage", key, getattr(self, key), 1)
-        for key in ("val_every", "save_every", "grad_clip", "weight_decay", "learning_rate"):
+        rates = ("learning_rate", "router_learning_rate", "grad_clip", "weight_decay")
+        for key in ("val_every", "save_every", *rates):
             _range("stage", key, getattr(self, key), 0)
-        _range("stage", "micro_batch_size", self.micro_batch_size, 1)
-        _range("stage", "warmup_ratio", self.warmup_ratio, 0, 1)
+        for key in ("warmup_ratio", "lora_dropout"):
+            _range("stage", key, getattr(self, key), 0, 1)
 
 
 @dataclass
