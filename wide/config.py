@@ -124,7 +124,6 @@ class StageConfig:
     """Also fit and store the dial for 5% to 85%, so that any sparsity can be chosen at load time."""
     lora_rank: int = 16
     lora_alpha: int = 32
-    """LoRA's contribution is scaled by alpha / rank."""
     lora_dropout: float = 0.1
     router_learning_rate: float | None = None
     """Rate of the routers during `lora`; None takes `learning_rate`."""
@@ -141,8 +140,7 @@ class StageConfig:
         counts = ("steps", "batch_size", "micro_batch_size", "log_every", "val_blocks", "dial_blocks")
         for key in (*counts, "lora_rank", "lora_alpha"):
             _range("stage", key, getattr(self, key), 1)
-        rates = ("learning_rate", "router_learning_rate", "grad_clip", "weight_decay")
-        for key in ("val_every", "save_every", *rates):
+        for key in ("val_every", "save_every", "learning_rate", "router_learning_rate", "grad_clip", "weight_decay"):
             _range("stage", key, getattr(self, key), 0)
         for key in ("warmup_ratio", "lora_dropout"):
             _range("stage", key, getattr(self, key), 0, 1)
