@@ -1,16 +1,18 @@
 """The checkpoint folder: `routers.safetensors`, `wide_config.json`, `README.md` (model card), `adapter/` after LoRA.
 
 It holds what was trained and what it belongs to, never the base weights: base source and fingerprint, geometry,
-method, dial curve, recipe, metrics, versions, and a sha256 of the tensors. Written into a sibling folder and moved
-into place, so a killed save leaves the previous checkpoint. Loading insists on the right base, a whole file and
-exactly the expected keys; there is no path on which a dense model is returned silently.
+method, dial curve, recipe, metrics, versions, and a sha256 of every file that is loaded. Written into a sibling folder
+and moved into place, so a killed save leaves the previous checkpoint. Loading insists on the right base, whole files
+and exactly the expected keys; there is no path on which a dense model is returned silently.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from wide import families
+from wide.adapter import LoraRoutedModel, load_adapter, save_adapter
 from wide.base_model import fingerprint, load_base
 from wide.config import ModelConfig, to_dataclass
 from wide.dial import DialPoint, dial_for
 from wide.methods import load as load_method
+from wide.methods.provider import GateProvider
 from wide.model import RoutedModel
 
 FORMAT_VERSION = 1
@@ -52,6 +56,8 @@ def save_pretrained(
         recipe, metrics, versions: JSON-ready, kept for the reader.
     """
     folder = Path(folder)
+    if routed.model is routed.base and fingerprint(routed.base) != base_fingerprint:
+        raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before merging")
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
         raise ValueError(f"{folder} is not empty and holds no {CONFIG}; choose an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +65,7 @@ def save_pretrained(
     try:
         save_file(_tensors(routed, curve), staging / TENSORS)
         if routed.model is not routed.base:
-            routed.model.save_pretrained(staging / "adapter")
+            save_adapter(routed, staging, model)
         config = {
             "format_version": FORMAT_VERSION,
             "base": dataclasses.asdict(model) | {"fingerprint": base_fingerprint},
@@ -69,7 +75,7 @@ def save_pretrained(
             "recipe": recipe or {},
             "metrics": metrics or {},
             "versions": versions or {},
-            "sha256": {TENSORS: _sha256(staging / TENSORS)},
+            "sha256": _digests(staging),
         }
         (staging / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         (staging / CARD).write_text(model_card(config))
@@ -97,36 +103,58 @@ def _sync(folder: Path) -> None:
 
 
 def _replace(staging: Path, folder: Path) -> None:
-    """Move `staging` to `folder`; an old checkpoint is moved aside first and removed last."""
+    """Move `staging` to `folder`. An old checkpoint there ends up at `staging`: swapped in one step where the system
+    can, else moved aside first and moved back if that fails.
+    """
     if not folder.exists():
         os.rename(staging, folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
-    os.rename(folder, old / folder.name)
-    os.rename(staging, folder)
-    shutil.rmtree(old)
+    elif not _swap(staging, folder):
+        aside = staging.with_name(f"{staging.name}-old")
+        os.rename(folder, aside)
+        try:
+            os.rename(staging, folder)
+        except OSError:
+            os.rename(aside, folder)
+            raise
+        os.rename(aside, staging)
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Exchange two folders atomically (renameat2 of Linux); False where system or file system cannot."""
+    if sys.platform != "linux":
+        return False
+    here, exchange = -100, 2
+    try:
+        return ctypes.CDLL(None).renameat2(here, bytes(one), here, bytes(other), exchange) == 0
+    except AttributeError:  # a C library without it
+        return False
 
 
 def read_config(folder: str | Path) -> dict:
-    """The checkpoint's JSON, checked for version and for whole tensors.
+    """The checkpoint's JSON, checked for version and for whole files.
 
     Raises:
-        ValueError: no checkpoint, another format, or a tensor file that is missing, incomplete or altered.
+        ValueError: no checkpoint, another format, or a file that is missing, incomplete or altered.
     """
     folder = Path(folder)
+    path = folder / CONFIG
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{folder} is no WIDE checkpoint: {CONFIG} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{folder / CONFIG} is incomplete or not JSON: {error}") from None
-    if config.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{folder / CONFIG}: format_version {config.get('format_version')!r}; legal: {FORMAT_VERSION}")
-    path = folder / TENSORS
-    if not path.exists():
-        raise ValueError(f"{path} is missing: the checkpoint is incomplete")
-    if _sha256(path) != config["sha256"][TENSORS]:
-        raise ValueError(f"{path} is incomplete or altered: its sha256 differs from the one in {CONFIG}")
+        raise ValueError(f"{path} is incomplete or not JSON: {error}") from None
+    version = config.get("format_version") if isinstance(config, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version {version!r}; legal: {FORMAT_VERSION}")
+    lost = [key for key in ("base", "geometry", "method", "dial_curve", "sha256") if key not in config]
+    if lost or TENSORS not in config["sha256"]:
+        raise ValueError(f"{path} is incomplete: it says nothing of {', '.join(lost) or TENSORS}")
+    for name, digest in config["sha256"].items():
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing: the checkpoint is incomplete")
+        if _sha256(folder / name) != digest:
+            raise ValueError(f"{folder / name} is incomplete or altered: its sha256 differs from the one in {CONFIG}")
     return config
 
 
@@ -158,24 +186,27 @@ def from_pretrained(
     geometry = families.Geometry(**config["geometry"])
     method_config = to_dataclass(config["method"], method.Config, "method")
     gates = method.build(method_config, geometry)
-    tensors = _read_tensors(folder / TENSORS)
-    dials = tensors.pop("dial_curve", None)
-    wanted, found = set(gates.state_dict()), set(tensors)
-    if wanted != found:
-        raise ValueError(f"{folder / TENSORS}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
-    gates.load_state_dict(tensors)
+    dials = load_gates(gates, folder)
+    with_masks = RoutedModel
     if (folder / "adapter").exists():
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(folder / "adapter")).requires_grad_(False)
-    routed = RoutedModel(model, gates.to(device), families.load(geometry.family)).eval()
+        model, with_masks = load_adapter(model, folder), LoraRoutedModel
+    routed = with_masks(model, gates.to(device), families.load(geometry.family)).eval()
     if sparsity is not None:
-        points = [
-            DialPoint(p["target"], p["measured"], dial)
-            for p, dial in zip(config["dial_curve"], dials if dials is not None else [], strict=True)
-        ]
+        stored = config["dial_curve"]
+        if len(stored) != len(dials):
+            raise ValueError(f"{folder / CONFIG} lists {len(stored)} dial points, {TENSORS} holds {len(dials)}")
+        points = [DialPoint(p["target"], p["measured"], dial) for p, dial in zip(stored, dials, strict=True)]
         routed.gates.dial.copy_(dial_for(points, sparsity))
     return routed
+
+
+def load_gates(gates: GateProvider, folder: Path) -> torch.Tensor:
+    """Fill a provider from a checkpoint folder, exactly its tensors; returns the rows of the dial curve, if any."""
+    tensors = _read_tensors(folder / TENSORS)
+    dials = tensors.pop("dial_curve", torch.empty(0))
+    _check_tensors(folder / TENSORS, {name: t.shape for name, t in gates.state_dict().items()}, tensors)
+    gates.load_state_dict(tensors)
+    return dials
 
 
 def push_to_hub(folder: str | Path, repo_id: str, private: bool = True) -> str:
@@ -231,6 +262,22 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is incomplete or no safetensors file: {error}") from None
+
+
+def _check_tensors(path: Path, wanted: dict[str, torch.Size], tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError unless `tensors` are exactly the wanted ones, by name and shape."""
+    missing, unexpected = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or unexpected:
+        raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, the config asks for {list(shape)}")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """sha256 of the tensors and of the adapter's files, by their path inside the folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".json")]
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
 
 
 def _sha256(path: Path) -> str:
