@@ -5,6 +5,7 @@ scalar closes the gap; fitted for several targets it turns one checkpoint into a
 layer changes what later layers see, so the fit alternates between measuring logits and solving for the bias.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,8 +52,16 @@ def measure_logits(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) ->
         del gates.logits
     logits = {kind: torch.cat(rows, dim=1) for kind, rows in seen.items()}
     for kind, rows in logits.items():
-        logits[kind] = rows[:, :: max(1, rows.shape[1] // MAX_LOGITS_PER_LAYER)].sort(dim=1).values
+        logits[kind] = rows[:, :: _stride(rows.shape[1], gates.num_groups[kind])].sort(dim=1).values
     return logits, float(box[0].total)
+
+
+def _stride(num_logits: int, num_groups: int) -> int:
+    """Step that leaves about MAX_LOGITS_PER_LAYER of a layer's logits and meets every group equally often."""
+    stride = max(1, num_logits // MAX_LOGITS_PER_LAYER)
+    while math.gcd(stride, num_groups) > 1:
+        stride += 1
+    return stride
 
 
 def fit_dial(
@@ -116,8 +125,8 @@ def solve(logits: dict[str, Tensor], target: float, granularity: str) -> Tensor:
             rows = rows.flatten().sort().values.expand(1, -1)
         for layer in range(len(rates)):
             row = rows[0 if granularity == "kind" else layer]
-            index = min(round(float(rates[layer, column]) * len(row)), len(row) - 1)
-            dial[layer, column] = -row[index]
+            num_skipped = round(float(rates[layer, column]) * len(row))
+            dial[layer, column] = -row[num_skipped] if num_skipped < len(row) else -row[-1] - 1
     return dial
 
 
