@@ -52,8 +52,7 @@ def save_pretrained(
         folder: target; an existing checkpoint there is replaced, any other non-empty folder is refused.
         model, method: the configs that rebuild base and provider.
         base_fingerprint: `wide.base_model.fingerprint` of the stock model before anything was attached to it.
-        curve: fitted dial points, for `sparsity=` at load time.
-        recipe, metrics, versions: JSON-ready, kept for the reader.
+        curve: fitted dial points, for `sparsity=` at load time. The rest is JSON, kept for the reader.
     """
     folder = Path(folder)
     if routed.model is routed.base and fingerprint(routed.base) != base_fingerprint:
