@@ -30,20 +30,21 @@ def base(**changes) -> dict:
 
 
 def write_rows(path: str, writer: int) -> None:
-    for index in range(25):
+    for index in range(50):
         results.append_row(path, {"writer": writer, "index": index, "padding": "x" * 5000})
 
 
 def test_rows_of_many_writers_stay_whole(tmp_path):
     path = tmp_path / "new" / "rows.jsonl"
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=write_rows, args=(str(path), writer)) for writer in range(4)]
+    processes = [context.Process(target=write_rows, args=(str(path), writer)) for writer in range(8)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
+        assert process.exitcode == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted((row["writer"], row["index"]) for row in rows) == [(w, i) for w in range(4) for i in range(25)]
+    assert sorted((row["writer"], row["index"]) for row in rows) == [(w, i) for w in range(8) for i in range(50)]
 
 
 def test_a_torn_line_is_named_skipped_and_spoils_nothing(tmp_path):
@@ -87,6 +88,16 @@ def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
     results.append_row(path, {"perplexity": math.inf, "gap": math.nan, "sparsity": 0.5})
     row = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row == {"perplexity": None, "gap": None, "sparsity": 0.5, "not_finite": ["gap", "perplexity"]}
+
+
+def test_a_setting_that_is_not_finite_does_not_lose_the_row_of_a_refused_job(tmp_path):
+    path, asked = tmp_path / "rows.jsonl", {"name": "wide", "sparsity": math.nan, "list": [1.0, math.inf]}
+    row = results.failed(base(method=asked), ValueError("out of range"))
+    results.append_row(path, row)
+    stored = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert stored["config"]["method"] == {"name": "wide", "sparsity": None, "list": [1.0, None]}
+    assert stored["not_finite"] == ["asked_sparsity", "config.method.list.1", "config.method.sparsity"]
+    assert stored["status"] == "failed" and math.isnan(row["config"]["method"]["sparsity"]), "the caller's row is kept"
 
 
 def test_a_row_says_what_was_asked_on_what_and_how_it_ended():

@@ -33,9 +33,10 @@ def append_row(path: str | Path, row: dict) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lost = sorted(key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value))
+    lost: list[str] = []
+    row = _finite(row, "", lost)
     if lost:
-        row = row | dict.fromkeys(lost) | {"not_finite": lost}
+        row["not_finite"] = sorted(lost)
     line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
     with open(path, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -48,6 +49,18 @@ def append_row(path: str | Path, row: dict) -> None:
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _finite(value: object, name: str, lost: list[str]) -> object:
+    """`value` with null for every NaN and infinity inside; their dotted names are added to `lost`."""
+    if isinstance(value, dict):
+        return {key: _finite(inner, f"{name}.{key}" if name else str(key), lost) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner, f"{name}.{index}", lost) for index, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(name)
+        return None
+    return value
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
