@@ -17,8 +17,8 @@ from wide.config import GROUPS, RootConfig
 
 SOURCES = sorted(
     path.relative_to(ROOT)
-    for folder in ("wide", "experiments", "kernels", "tests")
-    for path in (ROOT / folder).rglob("*.py")
+    for folder in (".", "wide", "experiments", "kernels", "tests")
+    for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
 )
 LONG_FILES_SAY = "This file is longer than 300 lines because"
 MAX_LINES, MAX_FUNCTION = 300, 50
@@ -81,9 +81,13 @@ def test_kernels_stays_a_plain_folder():
 
 
 def test_light_command_line_imports():
-    """`--help` and tab completion answer at once: starting `run.py` must not load torch."""
-    code = "import sys, run; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    """`--help`, `--cfg job` and tab completion answer at once: they must not load torch."""
+    for arguments in (["--help"], ["+experiment=tiny", "--cfg", "job"]):
+        command = [sys.executable, "-X", "importtime", "run.py", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        loaded = {line.rsplit("|")[-1].strip() for line in done.stderr.splitlines()}
+        assert done.returncode == 0 and "hydra" in loaded
+        assert not loaded & {"torch", "transformers", "lightning", "wandb"}
 
 
 def test_results_and_loggers_do_not_import_hydra_themselves():
