@@ -19,12 +19,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import experiments
 from experiments.mistakes import explain
 from wide import methods, results
-from wide.config import Config, LoggerConfig, build, to_dataclass
+from wide.config import Config, LoggerConfig, RootConfig, build, to_dataclass
 from wide.loggers import build_logger, finish
+
+CONFIG = "config.json"
+"""The resolved config of a run; its presence makes a folder that run's own."""
 
 JOBS: Counter[str] = Counter()
 """`started` and `failed` jobs of this process: a sweep that launched none, or lost some, must say so."""
@@ -81,12 +85,24 @@ def leave(results_file: str, run_dir: Path, row: dict) -> None:
 
 
 def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
-    """A failed row and a failed tracker run for a job of a sweep that never started."""
+    """A failed row and a failed tracker run for a job of a sweep that never started.
+
+    The config may be wrong anywhere, also where it says what the row's file and the tracker are.
+    """
+    if rank_zero_only.rank != 0:
+        return
     asked = OmegaConf.to_container(node, resolve=True)
     row = results.base_row(asked, run_dir.name, results.command_line(), results.environment_report())
-    leave(str(asked["results_file"]), run_dir, results.failed(row, error))
-    options = to_dataclass(node.logger, LoggerConfig, "logger")
-    finish(build_logger(options, asked, run_dir, str(asked["stage"]["name"])), exit_code=1)
+    row, results_file = results.failed(row, error), asked.get("results_file") or RootConfig.results_file
+    if (run_dir / CONFIG).exists():  # the folder of another run, which stays as it is
+        results.append_row(results_file, row)
+        return
+    leave(results_file, run_dir, row)
+    try:
+        options, stage = to_dataclass(node.logger, LoggerConfig, "logger"), str(node.stage.name)
+    except (ValueError, OmegaConfBaseException):
+        return
+    finish(build_logger(options, asked, run_dir, stage), exit_code=1)
 
 
 def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> None:
@@ -132,7 +148,7 @@ def claim_folder(run_dir: Path, config: Config) -> None:
     if rank_zero_only.rank != 0:
         return
     try:
-        with open(run_dir / "config.json", "x", encoding="utf-8") as file:
+        with open(run_dir / CONFIG, "x", encoding="utf-8") as file:
             file.write(json.dumps(config.to_dict(), indent=2) + "\n")
     except FileExistsError:
         raise ValueError(

@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from wide.config import GROUPS, Config, unknown_key
@@ -25,6 +25,8 @@ def explain(error: BaseException) -> str | None:
         return _explain_hydra(error)
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
+    if isinstance(error, ValueError) and "Config group override must be" in str(error):  # Hydra's, for `model=null`
+        return f"a group cannot be null; write GROUP=OPTION for {', '.join([*GROUPS, 'method'])}"
     return None
 
 
@@ -36,6 +38,8 @@ def _is_ours(error: BaseException) -> bool:
 
 def _explain_hydra(error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read ({text.splitlines()[0]}); legal: KEY=VALUE, +KEY=VALUE, ~KEY"
     missing = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if missing:
         options = [o for o in re.findall(r"^\t(\w+)$", text, re.M) if o != "schema"]
@@ -50,6 +54,9 @@ def _explain_hydra(error: BaseException) -> str:
     append = re.search(r"Could not append to config.*?'([^']+)'", text, re.S)
     if append:
         return f"{append[1]} exists already: write {append[1]}=VALUE without the plus"
+    twice = re.match(r"Multiple values for (\w+)", text)
+    if twice:
+        return f"{twice[1]} has a value already: write {twice[1]}=OPTION, once and without the plus"
     cause = error.__cause__ or error
     line = " ".join(str(cause).split("\n")[0].split())
     full_key = getattr(cause, "full_key", None)
