@@ -76,7 +76,9 @@ def _inputs(
     keep_mask = make_mask(mask, generator, num_tokens, num_groups, device)
     x = _matrix(generator, num_tokens, num_inputs, device, dtype, strided) * num_inputs**0.5
     if strided:
-        x = torch.as_strided(_matrix(generator, num_tokens, num_inputs, device, dtype, True), x.shape, (num_inputs + 16, 1))
+        x = torch.as_strided(
+            _matrix(generator, num_tokens, num_inputs, device, dtype, True), x.shape, (num_inputs + 16, 1)
+        )
     if transposed:
         x = x.T.contiguous().T
     weights = [_matrix(generator, num_outputs, num_inputs, device, dtype, strided) for _ in range(2)]

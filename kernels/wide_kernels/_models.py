@@ -48,7 +48,8 @@ def mn_shapes() -> list[dict]:
     for shape in MODELS.values():
         rows.append({"model": shape.name, "site": "q", "N": shape.q_width, "K": shape.hidden, "G": shape.head_group})
         rows += [
-            {"model": shape.name, "site": "gate", "N": shape.ffn, "K": shape.hidden, "G": size} for size in _ffn_groups(shape)
+            {"model": shape.name, "site": "gate", "N": shape.ffn, "K": shape.hidden, "G": size}
+            for size in _ffn_groups(shape)
         ]
     return rows
 
@@ -59,7 +60,8 @@ def k_shapes() -> list[dict]:
     for shape in MODELS.values():
         rows.append({"model": shape.name, "site": "o", "N": shape.hidden, "K": shape.q_width, "G": shape.head_group})
         rows += [
-            {"model": shape.name, "site": "down", "N": shape.hidden, "K": shape.ffn, "G": size} for size in _ffn_groups(shape)
+            {"model": shape.name, "site": "down", "N": shape.hidden, "K": shape.ffn, "G": size}
+            for size in _ffn_groups(shape)
         ]
     return rows
 

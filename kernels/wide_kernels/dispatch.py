@@ -40,9 +40,7 @@ class Plan:
 DENSE = Plan("dense")
 
 
-def choose(
-    operator: str, x: torch.Tensor, weight: torch.Tensor, layout: RoutingLayout, group_size: int
-) -> Plan:
+def choose(operator: str, x: torch.Tensor, weight: torch.Tensor, layout: RoutingLayout, group_size: int) -> Plan:
     """The plan for one call, from shapes, dtype and `layout.expected_keep` alone (never from the mask's values)."""
     if not runs_triton(x) or x.dtype == torch.float32:
         return DENSE

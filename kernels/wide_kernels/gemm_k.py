@@ -20,6 +20,7 @@ from .gemm_mn import SKIPPED, channel_mask, check_operands, weight_block
 from .gqa import mma, narrow
 from .layout import RoutingLayout
 from .masking import masked_blocks
+from .one_token import launch_k
 
 
 def gemm_k(
@@ -40,17 +41,15 @@ def gemm_k(
     if skipped not in SKIPPED:
         raise ValueError(f"skipped must be one of {', '.join(SKIPPED)}, got {skipped!r}")
     plan = plan or choose("gemm_k", x, weight, layout, group_size)
-    return _gemm_k(
-        x, weight, bias, layout.keep_mask, layout.set_rows, layout.set_codes, layout.active_groups, layout.num_active,
-        layout.set_size, group_size, skipped == "zeros", plan.route, list(plan.config),
-    )  # fmt: skip
+    lists, zeros = layout.lists(plan.route), skipped == "zeros"
+    mask, sets = layout.keep_mask, layout.set_size
+    return _gemm_k(x, weight, bias, mask, lists, sets, group_size, zeros, plan.route, list(plan.config))
 
 
 @torch.library.custom_op("wide_kernels::gemm_k", mutates_args=())
 def _gemm_k(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, keep_mask: torch.Tensor, set_rows: torch.Tensor,
-    set_codes: torch.Tensor, active_groups: torch.Tensor, num_active: torch.Tensor, set_size: int, group_size: int,
-    zeros: bool, route: str, config: list[int],
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, keep_mask: torch.Tensor,
+    lists: list[torch.Tensor], set_size: int, group_size: int, zeros: bool, route: str, config: list[int],
 ) -> torch.Tensor:  # fmt: skip
     x = last_dim_contiguous(x)
     if x.shape[0] == 0 or weight.shape[0] == 0:
@@ -58,14 +57,12 @@ def _gemm_k(
     if route == "dense" or not runs_triton(x):
         return F.linear(x if zeros else masked_blocks(x, keep_mask, group_size), weight, bias)
     if route == "one_token":
-        from .one_token import launch_k
-
-        return launch_k(x, weight, bias, keep_mask, active_groups, num_active, group_size, config)
-    return _launch(x, weight, bias, set_rows, set_codes, set_size, group_size, config)
+        return launch_k(x, weight, bias, keep_mask, lists[4], lists[5], group_size, config)
+    return _launch(x, weight, bias, lists[2], lists[3], set_size, group_size, config)
 
 
 @_gemm_k.register_fake
-def _(x, weight, bias, keep_mask, set_rows, set_codes, active_groups, num_active, set_size, group_size, zeros, route, config):
+def _(x, weight, bias, keep_mask, lists, set_size, group_size, zeros, route, config):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -157,24 +154,36 @@ def _gemm_k_kernel(
             b = weight_block(w, tile_n * BLOCK_N, start, num_outputs, end, stride_w, BULK, BLOCK_N, BLOCK_K)
         acc = mma(a, b, acc, "ieee")
 
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = listed[:, None] & (n < num_outputs)[None, :]
-    offsets = token[:, None] * num_outputs + n[None, :]
-    touched = inside & ((code != 0) | (index == 0) | (index == num_sets - 1))[:, None]
     if index > 0:
         previous = finished + (index - 1) * tiles_n + tile_n
         done = tl.atomic_add(previous, 0, sem="acquire")
         while done < tiles_m:
             done = tl.atomic_add(previous, 0, sem="acquire")
-        acc += tl.load(sums + offsets, mask=touched, other=0.0, cache_modifier=".cg")
-    if index < num_sets - 1:
-        tl.store(sums + offsets, acc, mask=touched)
+    # By column halves, so that the sums read back do not need as many registers again as the tile.
+    left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    half_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+    last = index == num_sets - 1
+    touched = listed & ((code != 0) | (index == 0) | last)
+    _add_set(left, half_n, bias, out, sums, token, touched, num_outputs, index > 0, last, HAS_BIAS)
+    _add_set(right, half_n + BLOCK_N // 2, bias, out, sums, token, touched, num_outputs, index > 0, last, HAS_BIAS)
+    if not last:
         tl.debug_barrier()
         tl.atomic_add(finished + index * tiles_n + tile_n, 1, sem="release")
-    else:
+
+
+@triton.jit
+def _add_set(acc, n, bias, out, sums, token, touched, num_outputs, add, last, HAS_BIAS: tl.constexpr):
+    """Add one set's products to the running sums, or write the output when it is the last set."""
+    inside = touched[:, None] & (n < num_outputs)[None, :]
+    offsets = token[:, None] * num_outputs + n[None, :]
+    if add:
+        acc += tl.load(sums + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+    if last:
         if HAS_BIAS:
             acc += tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
         tl.store(out + offsets, narrow(acc, out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(sums + offsets, acc, mask=inside)
 
 
 def reference(

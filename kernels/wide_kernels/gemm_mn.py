@@ -17,6 +17,7 @@ from .dispatch import Plan, choose
 from .gqa import mma, narrow
 from .layout import RoutingLayout
 from .masking import mask_blocks_, silu_mul
+from .one_token import launch_mn
 
 SKIPPED = ("zeros", "undefined")
 
@@ -39,7 +40,7 @@ def gemm_mn(
     check_skipped(skipped)
     plan = plan or choose("gemm_mn", x, weight, layout, group_size)
     return _gemm_mn(
-        x, weight, None, bias, layout.keep_mask, layout.counts, layout.rows, layout.active_groups, layout.num_active,
+        x, weight, None, bias, layout.keep_mask, layout.lists(plan.route),
         group_size, skipped == "zeros", plan.route, list(plan.config),
     )  # fmt: skip
 
@@ -56,12 +57,14 @@ def gate_up(
     refuse_gradient("gate_up", x, gate_weight, up_weight)
     group_size = check_operands("gate_up", x, gate_weight, layout, gate_weight.shape[0], group_size, None)
     if up_weight.shape != gate_weight.shape or up_weight.dtype != gate_weight.dtype or up_weight.stride(1) != 1:
-        raise ValueError(f"gate_up: up_weight {tuple(up_weight.shape)} must be like gate_weight {tuple(gate_weight.shape)}")
+        raise ValueError(
+            f"gate_up: up_weight {tuple(up_weight.shape)} must be like gate_weight {tuple(gate_weight.shape)}"
+        )
     check_skipped(skipped)
     plan = plan or choose("gate_up", x, gate_weight, layout, group_size)
     return _gemm_mn(
-        x, gate_weight, up_weight, None, layout.keep_mask, layout.counts, layout.rows, layout.active_groups,
-        layout.num_active, group_size, skipped == "zeros", plan.route, list(plan.config),
+        x, gate_weight, up_weight, None, layout.keep_mask, layout.lists(plan.route), group_size, skipped == "zeros",
+        plan.route, list(plan.config),
     )  # fmt: skip
 
 
@@ -81,7 +84,9 @@ def check_operands(
     if x.dtype != weight.dtype or not x.is_floating_point():
         raise ValueError(f"{operator}: x and weight need one floating dtype, got {x.dtype} and {weight.dtype}")
     if len({x.device, weight.device, layout.keep_mask.device}) > 1:
-        raise ValueError(f"{operator}: x, weight and layout lie on {x.device}, {weight.device}, {layout.rows.device}")
+        raise ValueError(
+            f"{operator}: x, weight and layout lie on {x.device}, {weight.device}, {layout.keep_mask.device}"
+        )
     if weight.stride(1) != 1:
         raise ValueError(f"{operator}: weight rows must be contiguous (strides {weight.stride()}); copy it once")
     num_tokens, num_groups = layout.keep_mask.shape
@@ -100,8 +105,7 @@ def check_operands(
 @torch.library.custom_op("wide_kernels::gemm_mn", mutates_args=())
 def _gemm_mn(
     x: torch.Tensor, weight: torch.Tensor, up_weight: torch.Tensor | None, bias: torch.Tensor | None,
-    keep_mask: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, active_groups: torch.Tensor,
-    num_active: torch.Tensor, group_size: int, zeros: bool, route: str, config: list[int],
+    keep_mask: torch.Tensor, lists: list[torch.Tensor], group_size: int, zeros: bool, route: str, config: list[int],
 ) -> torch.Tensor:  # fmt: skip
     x = last_dim_contiguous(x)
     if x.shape[0] == 0 or weight.shape[0] == 0:
@@ -109,14 +113,12 @@ def _gemm_mn(
     if route == "dense" or not runs_triton(x):
         return _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros)
     if route == "one_token":
-        from .one_token import launch_mn
-
-        return launch_mn(x, weight, up_weight, bias, keep_mask, active_groups, num_active, group_size, config)
-    return _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config)
+        return launch_mn(x, weight, up_weight, bias, keep_mask, lists[4], lists[5], group_size, config)
+    return _launch(x, weight, up_weight, bias, lists[0], lists[1], group_size, zeros, config)
 
 
 @_gemm_mn.register_fake
-def _(x, weight, up_weight, bias, keep_mask, counts, rows, active_groups, num_active, group_size, zeros, route, config):
+def _(x, weight, up_weight, bias, keep_mask, lists, group_size, zeros, route, config):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -133,13 +135,13 @@ def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config)
     num_channels, num_groups = weight.shape[0], counts.shape[0]
     block_m, block_n, block_k, num_warps, num_stages = config
     out = torch.empty(num_tokens, num_channels, dtype=x.dtype, device=x.device)
-    descriptors = [row_block_descriptor(w, block_n, block_k) for w in (weight, up_weight) if w is not None]
+    weights = [weight, weight if up_weight is None else up_weight]
+    descriptors = [row_block_descriptor(matrix, block_n, block_k) for matrix in weights]
     bulk = all(descriptor is not None for descriptor in descriptors)
-    operands = descriptors if bulk else [w for w in (weight, up_weight) if w is not None]
     tiles = triton.cdiv(num_tokens, block_m) * triton.cdiv(group_size, block_n)
     _gemm_mn_kernel[(num_groups * tiles,)](
-        x, operands[0], operands[-1], bias if bias is not None else out, out, counts, rows,
-        num_tokens, num_channels, num_inputs, group_size, x.stride(0), weight.stride(0), operands_stride(up_weight, weight),
+        x, *(descriptors if bulk else weights), out if bias is None else bias, out, counts, rows,
+        num_tokens, num_channels, num_inputs, group_size, x.stride(0), *(matrix.stride(0) for matrix in weights),
         FUSED=up_weight is not None, HAS_BIAS=bias is not None, ZEROS=zeros, BULK=bulk,
         EVEN_K=num_inputs % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=num_warps, num_stages=num_stages,
@@ -147,13 +149,10 @@ def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config)
     return out
 
 
-def operands_stride(up_weight: torch.Tensor | None, weight: torch.Tensor) -> int:
-    """Row stride of the second weight; that of the first where there is none."""
-    return (up_weight if up_weight is not None else weight).stride(0)
-
-
 @triton.jit
-def weight_block(w, row, col, num_rows, num_cols, stride, BULK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def weight_block(
+    w, row, col, num_rows, num_cols, stride, BULK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """[BLOCK_K, BLOCK_N] of the weight, transposed; zeros outside of it."""
     if BULK:
         return w.load([row, col]).T
@@ -166,7 +165,8 @@ def weight_block(w, row, col, num_rows, num_cols, stride, BULK: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gemm_mn_kernel(
-    x, w, w_up, bias, out, counts, rows, num_tokens, num_channels, num_inputs, group_size, stride_x, stride_w, stride_up,
+    x, w, w_up, bias, out, counts, rows,
+    num_tokens, num_channels, num_inputs, group_size, stride_x, stride_w, stride_up,
     FUSED: tl.constexpr, HAS_BIAS: tl.constexpr, ZEROS: tl.constexpr, BULK: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

@@ -8,8 +8,6 @@ One launch, no sort, no host synchronisation, no atomics: safe under CUDA graphs
 Axes: T tokens, G groups, S sets.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,33 +18,39 @@ MAX_UNION_TOKENS = 8
 MAX_SET_SIZE = 5
 
 
-class RoutingLayout(NamedTuple):
-    """What the operators read; everything lives on the mask's device and is never looked at by the host.
+class RoutingLayout:
+    """A keep mask, and the lists made from it: on its device, built at the first use, never looked at by the host.
 
     keep_mask      bool[T, G]   True = the group runs for the token
+    set_size       groups in a set
+    expected_keep  what the caller expects of the share of True, 0..1; only steers the dispatch
+
+    `lists()` gives, in this order:
     counts         int32[G]     tokens that run the group
     rows           int32[G, T]  the tokens that run the group, ascending, then those that do not, ascending
     set_rows       int32[S, T]  tokens ordered by the Gray rank of their pattern in the set, then ascending
     set_codes      int32[S, T]  the pattern of each of those tokens: bit i = group `s * set_size + i` runs
-    active_groups  int32[G]     groups that at least one token runs, ascending (at most 8 tokens; else empty)
-    num_active     int32[1]     how many of `active_groups` count
-    set_size       int          groups in a set
-    expected_keep  float        what the caller expects of the share of True, 0..1; only steers the dispatch
+    active_groups  int32[G]     groups that at least one token runs, ascending, then the others (empty above 8 tokens)
+    num_active     int32[1]     how many of `active_groups` are active
     """
 
-    keep_mask: torch.Tensor
-    counts: torch.Tensor
-    rows: torch.Tensor
-    set_rows: torch.Tensor
-    set_codes: torch.Tensor
-    active_groups: torch.Tensor
-    num_active: torch.Tensor
-    set_size: int
-    expected_keep: float
+    def __init__(self, keep_mask: torch.Tensor, set_size: int, expected_keep: float) -> None:
+        self.keep_mask = keep_mask
+        self.set_size = set_size
+        self.expected_keep = expected_keep
+        self._lists: tuple[torch.Tensor, ...] | None = None
+
+    def lists(self, route: str = "skip") -> list[torch.Tensor]:
+        """counts, rows, set_rows, set_codes, active_groups, num_active: one launch; the route "dense" needs none."""
+        if route == "dense":
+            return []
+        if self._lists is None:
+            self._lists = _build(self.keep_mask, self.set_size)
+        return list(self._lists)
 
 
 def routing_layout(keep_mask: torch.Tensor, set_size: int = 4, expected_keep: float = 0.5) -> RoutingLayout:
-    """Build the layout of `keep_mask`, bool[T, G], in one launch.
+    """The layout of `keep_mask`, bool[T, G]: one launch when the first operator that skips asks for it.
 
     `set_size` is the number of neighbouring groups whose pattern is bucketed together (1..5; more makes fewer
     passes over the output of `gemm_k` and more boundary tiles). `expected_keep` is a static hint: an engine that
@@ -60,8 +64,7 @@ def routing_layout(keep_mask: torch.Tensor, set_size: int = 4, expected_keep: fl
         raise ValueError(f"set_size must be in 1..{MAX_SET_SIZE}, got {set_size}")
     if keep_mask.shape[1] == 0:
         raise ValueError("keep_mask has no groups")
-    keep_mask = keep_mask.contiguous()
-    return RoutingLayout(keep_mask, *_build(keep_mask, set_size), set_size, float(expected_keep))
+    return RoutingLayout(keep_mask.contiguous(), set_size, float(expected_keep))
 
 
 @torch.library.custom_op("wide_kernels::routing_layout", mutates_args=())
@@ -109,7 +112,7 @@ def gray_rank(code: torch.Tensor) -> torch.Tensor:
 
 
 def reference(keep_mask: torch.Tensor, set_size: int) -> tuple[torch.Tensor, ...]:
-    """The layout's tensors by stable sorts, in the order of RoutingLayout's fields (without the mask)."""
+    """What `RoutingLayout.lists` gives, by stable sorts."""
     num_tokens, num_groups = keep_mask.shape
     num_sets = -(-num_groups // set_size)
     counts = keep_mask.sum(0)

@@ -26,9 +26,7 @@ def masked_blocks(values: torch.Tensor, keep_mask: torch.Tensor, group_size: int
     return values.masked_fill(~_widen(keep_mask, values.shape[1], group_size), 0)
 
 
-def silu_mul(
-    gate: torch.Tensor, up: torch.Tensor, keep_mask: torch.Tensor | None, group_size: int
-) -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, keep_mask: torch.Tensor | None, group_size: int) -> torch.Tensor:
     """silu(gate) * up over [T, N], zero where the token skips the channel's group (keep_mask None: nowhere)."""
     if runs_triton(gate) and gate.numel():
         _sweep(gate, up, gate, keep_mask, group_size, gated=True)
@@ -44,9 +42,10 @@ def _widen(keep_mask: torch.Tensor, num_channels: int, group_size: int) -> torch
 def _sweep(first, second, out, keep_mask, group_size, gated: bool) -> None:
     num_tokens, num_channels = first.shape
     block = min(1024, triton.next_power_of_2(num_channels))
+    num_groups = triton.cdiv(num_channels, group_size)
     _sweep_kernel[(num_tokens, triton.cdiv(num_channels, block))](
-        first, second, out, keep_mask if keep_mask is not None else first, num_channels, triton.cdiv(num_channels, group_size),
-        group_size, first.stride(0), second.stride(0), out.stride(0), GATED=gated, MASKED=keep_mask is not None, BLOCK=block,
+        first, second, out, first if keep_mask is None else keep_mask, num_channels, num_groups, group_size,
+        first.stride(0), second.stride(0), out.stride(0), GATED=gated, MASKED=keep_mask is not None, BLOCK=block,
     )  # fmt: skip
 
 

@@ -143,7 +143,9 @@ def _one_token_k_kernel(
             a = tl.load(x + column, mask=ok, other=0.0).to(tl.float32)
             wide += b.to(tl.float32) * a[None, :]
         else:
-            runs = tl.load(keep + token[None, :] * num_groups + group[:, None], mask=live[None, :] & ok[:, None], other=0)
+            runs = tl.load(
+                keep + token[None, :] * num_groups + group[:, None], mask=live[None, :] & ok[:, None], other=0
+            )
             a = tl.load(x + token[None, :] * stride_x + column[:, None], mask=runs != 0, other=0.0)
             acc = mma(b, a, acc, "ieee")
     if SINGLE:

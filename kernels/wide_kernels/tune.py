@@ -1,0 +1,179 @@
+"""`python -m wide_kernels.tune`: measure this card and write its entry of the dispatch table.
+
+For each operator, weight size and group width, at a random half mask: dense against every candidate tile, over a
+ladder of token counts, layout included. A rule is written where skipping wins by MARGIN; elsewhere no rule means
+dense. A rule also holds the largest keep ratio at which it is still expected to win (time in proportion to it).
+Candidates are compiled first, in --jobs processes. A few minutes on an H200.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from ._problems import Problem
+from .dispatch import TABLE_FILE, Plan
+from .timing import measure, provenance
+
+MARGIN = 1.04
+NO_LIMIT = 10**9
+MANY_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+FEW_TOKENS = (1, 2, 4, 8)
+# operator, N, K: large, middle and small weights of the models in _models
+SIZES = (
+    ("gemm_mn", 14336, 4096), ("gemm_mn", 4096, 4096), ("gemm_mn", 1536, 576),
+    ("gate_up", 14336, 4096), ("gate_up", 1536, 576),
+    ("gemm_k", 4096, 14336), ("gemm_k", 4096, 4096), ("gemm_k", 576, 1536),
+)  # fmt: skip
+GROUP_SIZES = (512, 256, 128, 32)
+
+
+def candidates(operator: str, group_size: int, num_tokens: int) -> list[Plan]:
+    """Tiles worth measuring; `gemm_k` skips only wide groups, its float32 sums cost more than narrow ones save."""
+    if num_tokens <= 8:
+        few = [(8, 512, 4, 1), (4, 1024, 4, 1), (16, 256, 4, 1), (8, 1024, 8, 1)]
+        many = [(16, 256, 4, 1), (32, 128, 4, 3), (32, 256, 4, 2)]
+        return [Plan("one_token", config) for config in (few if num_tokens == 1 else many)]
+    if operator == "gemm_k":
+        tiles = [(128, 256, 64, 2, 8, 4), (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3)]
+        return [Plan("skip", tile) for tile in tiles] if group_size >= 256 else []
+    if group_size < 64:
+        return [Plan("skip", tile) for tile in ((128, 32, 64, 4, 4), (256, 32, 64, 8, 3))]
+    narrow = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3)]
+    wide = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4)] if operator == "gemm_mn" and group_size >= 256 else []
+    return [Plan("skip", tile) for tile in wide + (narrow[:2] if wide or operator == "gate_up" else narrow)]
+
+
+def problem(operator: str, num_outputs: int, num_inputs: int, group_size: int, num_tokens: int) -> Problem:
+    """A random half mask on the GPU for one measurement."""
+    pruned = num_inputs if operator == "gemm_k" else num_outputs
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+    keep_mask = torch.rand(num_tokens, -(-pruned // group_size), device="cuda", generator=generator) < 0.5
+    return Problem(operator, num_outputs, num_inputs, group_size, keep_mask)
+
+
+def compile_share(share: int, num_shares: int, shapes: list[tuple]) -> None:
+    """Run every `num_shares`-th (operator, N, K, G, tokens, plan) once, which compiles it into Triton's cache."""
+    for operator, num_outputs, num_inputs, group_size, num_tokens, plan in shapes[share::num_shares]:
+        case = problem(operator, num_outputs, num_inputs, group_size, num_tokens)
+        case.plans = {operator: plan}
+        case.ours(0)
+    torch.cuda.synchronize()
+
+
+def sweep(shapes: list[tuple[str, int, int]], log: Path | None) -> list[dict]:
+    """One record for each operator, size, group width and token count: every candidate's speed-up over dense."""
+    records = []
+    for operator, num_outputs, num_inputs in shapes:
+        pruned = num_inputs if operator == "gemm_k" else num_outputs
+        for group_size in (size for size in GROUP_SIZES if pruned % size == 0):
+            for num_tokens in FEW_TOKENS + MANY_TOKENS:
+                plans = candidates(operator, group_size, num_tokens)
+                if not plans:
+                    continue
+                record = _record(operator, num_outputs, num_inputs, group_size, num_tokens, plans)
+                records.append(record)
+                print(
+                    operator, num_outputs, num_inputs, f"G={group_size} T={num_tokens}", record["speedups"], flush=True
+                )
+                if log is not None:
+                    log.write_text(json.dumps(records))
+    return records
+
+
+def _record(operator, num_outputs, num_inputs, group_size, num_tokens, plans) -> dict:
+    case = problem(operator, num_outputs, num_inputs, group_size, num_tokens)
+    right = []
+    for plan in plans:
+        case.plans = {operator: plan}
+        if case.check().ok:
+            right.append(plan)
+
+    def with_plan(plan: Plan):
+        def call(index: int) -> torch.Tensor:
+            case.plans = {operator: plan}
+            return case.ours(index)
+
+        return case.variant(call)
+
+    times = measure({"dense": case.variant(case.dense)} | {str(plan.config): with_plan(plan) for plan in right}, 7, 40)
+    dense = times.pop("dense")
+    best = min(right, key=lambda plan: times[str(plan.config)], default=None)
+    return {
+        "operator": operator, "N": num_outputs, "K": num_inputs, "G": group_size, "tokens": num_tokens,
+        "dense_ms": round(dense, 5), "wrong": [plan.config for plan in plans if plan not in right],
+        "speedups": {name: round(dense / time, 3) for name, time in times.items()},
+        "route": best.route if best else "dense", "config": list(best.config) if best else [],
+        "speedup": round(dense / times[str(best.config)], 3) if best else 0.0,
+    }  # fmt: skip
+
+
+def rules_of(records: list[dict]) -> list[dict]:
+    """Turn measurements into rules, larger weights and wider groups first; neighbouring equal token rungs merge."""
+
+    def family(record: dict) -> tuple:
+        return record["operator"], record["N"] * record["K"], record["G"]
+
+    rules = []
+    for (operator, weight, group), rungs in groupby(sorted(records, key=family), key=family):
+        ladder = sorted(rungs, key=lambda record: record["tokens"])
+        for route in ("one_token", "skip"):
+            steps = [record for record in ladder if record["route"] == route]
+            for index, step in enumerate(steps):
+                after = steps[index + 1]["tokens"] - 1 if index + 1 < len(steps) else NO_LIMIT
+                rule = {
+                    "operator": operator, "route": route, "min_tokens": step["tokens"],
+                    "max_tokens": min(after, 8) if route == "one_token" else after, "min_group_size": group,
+                    "min_weight_size": weight, "config": step["config"],
+                    "max_keep": round(min(0.9, 0.5 * step["speedup"] / 1.02), 2), "speedup": step["speedup"],
+                }  # fmt: skip
+                if step["speedup"] < MARGIN:
+                    rule |= {"route": "dense", "config": [], "max_keep": 1.0}
+                rules.append(rule)
+    return sorted(rules, key=lambda r: (r["operator"], -r["min_weight_size"], -r["min_group_size"], r["min_tokens"]))
+
+
+def main(argv: list[str]) -> int:
+    """Compile, measure, write the table and print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--operators", nargs="*", default=["gemm_mn", "gate_up", "gemm_k"])
+    parser.add_argument("--table", type=Path, default=TABLE_FILE)
+    parser.add_argument("--log", type=Path, default=None, help="every measurement, JSON")
+    options = parser.parse_args(argv)
+    shapes = [shape for shape in SIZES if shape[0] in options.operators]
+    work = [
+        (*shape, group, tokens, plan)
+        for shape in shapes for group in GROUP_SIZES if (shape[2] if shape[0] == "gemm_k" else shape[1]) % group == 0
+        for tokens in (1, 2, 128) for plan in candidates(shape[0], group, tokens)
+    ]  # fmt: skip
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_share, range(options.jobs), [options.jobs] * options.jobs, [work] * options.jobs))
+    records = sweep(shapes, options.log)
+    table = json.loads(options.table.read_text()) if options.table.exists() else {}
+    card = torch.cuda.get_device_name()
+    kept = [rule for rule in table.get(card, {}).get("rules", []) if rule["operator"] not in options.operators]
+    table[card] = {"about": provenance("python -m wide_kernels.tune"), "rules": kept + rules_of(records)}
+    options.table.write_text(dumps(table))
+    print(json.dumps({"card": card, "measured": len(records), "rules": len(table[card]["rules"])}))
+    return 0
+
+
+def dumps(table: dict) -> str:
+    """The table with one rule a line."""
+    cards = []
+    for card, entry in table.items():
+        head = {key: value for key, value in entry.items() if key != "rules"}
+        rules = ",\n".join(f"      {json.dumps(rule)}" for rule in entry["rules"])
+        about = json.dumps(head.get("about", head))
+        cards.append(f'  {json.dumps(card)}: {{\n    "about": {about},\n    "rules": [\n{rules}\n    ]\n  }}')
+    return "{\n" + ",\n".join(cards) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
