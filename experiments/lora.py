@@ -1,5 +1,6 @@
 """Stage 2 for the pipeline: from stage 1's routers to a model with LoRA in it, ready for `wide.stages.lora.Lora`."""
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,4 +56,5 @@ def start(config: Config, routed: RoutedModel, base_fingerprint: str) -> LoraRou
         if read_config(folder)["base"]["fingerprint"] != base_fingerprint:
             raise ValueError(f"stage.from_checkpoint={str(folder)!r} was trained on another base than this run's")
         load_gates(routed.gates, folder)
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft 0.21 under transformers 5.24
     return add_lora(routed, config.stage, config.seed)
