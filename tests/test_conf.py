@@ -8,7 +8,7 @@ import yaml
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
+from hydra.errors import HydraException
 
 from experiments.mistakes import check_sweep, explain
 from wide import methods
@@ -51,7 +51,7 @@ def make(*overrides: str) -> Config:
 
 def mistake(*overrides: str) -> str:
     """The line a user would see."""
-    with pytest.raises((ValueError, ConfigCompositionException)) as caught:
+    with pytest.raises((ValueError, HydraException)) as caught:
         make(*overrides)
     line = explain(caught.value)
     assert line is not None and "\n" not in line
@@ -191,6 +191,14 @@ MISTAKES = [
     (["~model"], ["model is missing"]),
     (["+model.name=x"], ["model.name exists already"]),
     (["hydra.run.dirr=x"], ["hydra.run.dirr"]),
+    (["+extra=3"], ["extra is unknown", "seed", "model"]),
+    (["model=null"], ["a group cannot be null", "GROUP=OPTION"]),
+    (["+model=tiny_llama"], ["model has a value already", "model=OPTION"]),
+    (["sparsity"], ["'sparsity' cannot be read", "KEY=VALUE"]),
+    (["stage.steps=[1"], ["'stage.steps=[1' cannot be read", "KEY=VALUE"]),
+    (["stage.steps=1e3"], ["stage.steps", "1000.0", "Integer"]),
+    (["method.dial=1"], ["method.dial='1'", "none, global, kind, layer"]),
+    (["method.attn_group_size=true"], ["method.attn_group_size", "True"]),
 ]
 
 
@@ -201,10 +209,19 @@ def test_mistake_is_one_line_naming_key_and_legal_values(overrides, parts):
         assert part in line
 
 
+def test_wrong_key_inside_an_experiment_file(tmp_path):
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "own.yaml").write_text("# @package _global_\nexperiment_name: own\nmethod:\n  sparsty: 0.7\n")
+    line = mistake(f"hydra.searchpath=[file://{tmp_path}]", "+experiment=own")
+    assert "method.sparsty" in line and "did you mean method.sparsity" in line
+
+
 def test_numbers_written_without_a_point_are_numbers():
     """YAML 1.1 reads 1e-4 as text; the schema makes a float of it."""
-    config = make("stage.learning_rate=1e-4", "method.tau_end='1e-1'")
-    assert (config.stage.learning_rate, config.method.tau_end) == (1e-4, 0.1)
+    config = make("stage.learning_rate=1e-4", "method.tau_end='1e-1'", "method.sparsity='0.5'", "seed='3'")
+    assert (config.stage.learning_rate, config.method.tau_end, config.method.sparsity) == (1e-4, 0.1, 0.5)
+    assert config.seed == 3 and type(config.seed) is int
 
 
 def test_a_bug_is_not_explained_away():
