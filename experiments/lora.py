@@ -25,12 +25,16 @@ OBJECTIVE = (
 
 
 def check(config: Config) -> Path | None:
-    """Folder of stage 1's checkpoint, its method compared with the run's; None when the run goes on from its own.
+    """Folder of stage 1's checkpoint, its method compared with the run's; None for a method without routers.
 
     Raises:
         ValueError: no checkpoint there, a damaged one, or one of another method; all before any weight is loaded.
     """
+    if config.stage.name != "lora":
+        return None
     if config.stage.from_checkpoint is None:
+        if hasattr(config.method, "targets"):
+            raise ValueError("stage=lora needs stage.from_checkpoint=FOLDER, a run or checkpoint folder of stage 1")
         return None
     folder = Path(config.stage.from_checkpoint)
     folder = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from experiments import lora
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.figures import curves, layout
 from experiments.train import CACHE_ROOT, checkpoint_to_resume, fit_dials, keep_freed_memory, train
@@ -29,6 +30,7 @@ from wide.results import environment_report
 def check(config: Config) -> None:
     """Refuse what cannot work from files' names and the model's config alone, before any weight is loaded."""
     check_files(config)
+    lora.check(config)
     geometry = read_geometry(config.model)
     families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
     check_lengths(config, geometry)
@@ -63,6 +65,8 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     geometry = families.Geometry.from_hf(base.config)
     gates = methods.load(config.method.name).build(config.method, geometry, config.seed).to(device)
     routed = RoutedModel(base, gates, families.load(geometry.family))
+    if config.stage.name == "lora":
+        routed = lora.start(config, routed, base_fingerprint)
     data = CalibrationData(
         config.data,
         tokenizer,
@@ -73,7 +77,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         vocab_size=geometry.vocab_size,
         val_blocks=config.stage.val_blocks,
     )
-    learns = any(True for _ in gates.parameters())
+    learns = config.stage.name == "lora" or any(True for _ in gates.parameters())
     history = train(config, routed, data, run_dir, logger) if learns else []
     routed.to(device).eval()
     point, curve = fit_dials(config, routed, data, device)
@@ -157,8 +161,9 @@ def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
             {"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))}
         )
         artifact = wandb.Artifact(f"routers-{run.id}", type="routers")
-        for file in sorted((run_dir / "checkpoint").iterdir()):
-            artifact.add_file(str(file))
+        folder = run_dir / "checkpoint"
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            artifact.add_file(str(file), name=str(file.relative_to(folder)))
         run.log_artifact(artifact)
     else:
         logger.log_metrics({k: v for k, v in metrics.items() if isinstance(v, int | float)})

@@ -22,6 +22,9 @@ from wide.data.module import CalibrationData
 from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
 from wide.stages.calibrate import Calibrate
+from wide.stages.lora import Lora
+
+STAGES = {stage.name: stage for stage in (Calibrate, Lora)}
 
 CACHE_ROOT = Path("outputs/cache")
 """Where tokenised corpora are kept, unless `data.cache_dir` says otherwise."""
@@ -101,10 +104,10 @@ def train(
     config: Config, routed: RoutedModel, data: CalibrationData, run_dir: Path, logger: Logger | None
 ) -> list[dict[str, float]]:
     """Run the stage to its end, from `config.resume` if given; returns the history, one row per step."""
-    module = Calibrate(routed, config.stage, config.method, config.seed)
+    module = STAGES[config.stage.name](routed, config.stage, config.method, config.seed)
     trainer = build_trainer(config, run_dir, logger, module.name)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in routed.base.parameters())
+    total = sum(p.numel() for p in routed.base.parameters() if not p.requires_grad)
     if trainer.is_global_zero:
         print(f"{module.name}: {count:,} trained parameters beside {total:,} frozen ones ({count / total:.2%})")
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint_to_resume(config.resume))

@@ -41,10 +41,7 @@ def test_dense_and_routed_perplexity_equal_the_stock_models():
     assert float(pruned.stats.sparsity("ffn")) == pytest.approx(1 - float(gates["ffn"].mean()), abs=1e-6)
 
 
-UNSEEN_LEFT = pytest.mark.xfail(strict=True, reason="wide.loss lets the padding before a text predict its first token")
-
-
-@pytest.mark.parametrize("side", ("right", pytest.param("left", marks=UNSEEN_LEFT)))
+@pytest.mark.parametrize("side", ("right", "left"))
 def test_padding_is_neither_scored_nor_counted(side):
     model, lengths = routed("llama"), (12, 7)
     texts = [tokens(1, length, seed=length) for length in lengths]

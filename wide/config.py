@@ -27,7 +27,7 @@ def _choice(group: str, key: str, value: object, legal: tuple[str, ...]) -> None
 def _range(group: str, key: str, value: float | None, low: float, high: float | None = None) -> None:
     if value is None:
         return
-    if not (value >= low and (high is None or value <= high)):  # so that NaN is out of range too
+    if not (low <= value < float("inf") and (high is None or value <= high)):  # NaN is out of range too
         legal = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
         raise ValueError(f"{group}.{key}={value} is out of range; legal: {legal}")
 

@@ -22,7 +22,10 @@ def next_token_labels(batch: dict[str, Tensor]) -> Tensor:
     attention_mask = batch.get("attention_mask")
     if attention_mask is not None:
         labels = labels.masked_fill(attention_mask == 0, -100)
-    return F.pad(labels[:, 1:], (0, 1), value=-100)
+    labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    if attention_mask is not None:  # nor does the padding on the left of a text predict its first token
+        labels = labels.masked_fill(attention_mask == 0, -100)
+    return labels
 
 
 def token_losses(

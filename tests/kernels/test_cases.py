@@ -1,7 +1,12 @@
 """Every operator's cases under Triton's interpreter: NaN-poisoned buffers, float64 reference, dense yardstick."""
 
+import os
+
 import pytest
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated, that is at their first import
+
 from wide_kernels._testing import check_case
 from wide_kernels.check import all_cases
 

@@ -30,7 +30,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < 700 else math.inf  # math.exp overflows just above
 
 
 @torch.no_grad()
