@@ -39,11 +39,11 @@ class Tile:
 
 
 def default_tile(sizes: HeadGroups, dtype: torch.dtype) -> Tile:
-    """Hand-picked by head size; a tile holds at least one token's heads."""
+    """Measured on an H200 at head size 128 (experiments/LOG.md); a tile holds at least one token's heads."""
     if dtype == torch.float32:
         tile = Tile(32, 32, 4, 1, False)
     elif sizes.head_size <= 128:
-        tile = Tile(128, 128, 8, 2, True)
+        tile = Tile(64, 64, 4, 3, True)
     else:
         tile = Tile(64, 64, 4, 2, True)
     return replace(tile, rows=max(tile.rows, triton.next_power_of_2(sizes.heads)))
