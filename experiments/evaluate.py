@@ -1,6 +1,6 @@
 """Evaluate a routed model on held-out text: dense and routed perplexity, routing report, samples, figures.
 
-Called by `experiments.pipeline` after training; `run` is the action that evaluates a saved checkpoint.
+Called by `experiments.pipeline` after training.
 """
 
 import json

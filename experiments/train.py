@@ -49,8 +49,8 @@ def keep_freed_memory() -> None:
     On a CPU a step allocates and frees thousands of tensors of some megabytes; faulting their pages in again took
     three quarters of a SmolLM2 step on two cores (11.9 s against 2.9 s).
     """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):  # glibc; other C libraries have their own ways
         m_trim_threshold, m_mmap_max = -1, -4
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, 2**31 - 1)

@@ -132,10 +132,15 @@ def test_f03_fully_masked_rows_and_poisoned_padding_stay_apart(attn, dtype):
         model.model.to(dtype)
         with torch.no_grad():
             model.base.get_input_embeddings().weight[0] = poison
+        shape = (model.geometry.num_layers, *ids.shape)
+        model.gates.step.noise = {kind: torch.zeros(*shape, g) for kind, g in model.gates.num_groups.items()}
         out = model(input_ids=ids, attention_mask=mask).logits.float()
         stats = model.last_stats()
+        (out[mask.bool()].square().mean() + stats.total).backward()
+        for name, parameter in model.gates.named_parameters():
+            assert torch.isfinite(parameter.grad).all() and parameter.grad.abs().max() > 0, name
+        out = out.detach()
         assert stats.num_tokens == sum(lengths)
-        model.gates.zero_grad()
         assert torch.isfinite(out[mask.bool()]).all() and torch.isfinite(stats.total)
         results.append((out[mask.bool()], stats.kept["ffn"]))
     torch.testing.assert_close(results[0][0], results[1][0], **EXACT)

@@ -151,7 +151,7 @@ def _bisect(rate_of_bias, target: float) -> float:
 def fit_curve(
     routed: RoutedModel, batches: list[dict[str, Tensor]], granularity: str, targets: Iterable[float] = CURVE_TARGETS
 ) -> list[DialPoint]:
-    """Dial points for a range of targets, lowest first, for `set_sparsity` at load time. Restores the dial."""
+    """Dial points for a range of targets, lowest first, for `sparsity=` at load time. Restores the dial."""
     before = routed.gates.dial.detach().clone()
     curve = [fit_dial(routed, batches, target, granularity, tolerance=2e-3, max_rounds=4) for target in targets]
     routed.gates.dial.copy_(before)

@@ -43,7 +43,7 @@ class RoutedModel(nn.Module):
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._routing = True
         self._forced: dict[str, Tensor] | None = None
-        self._collected: RoutingStats | None = None
+        self._box: list[RoutingStats] | None = None
         self.attach_masks()
 
     @property
@@ -121,14 +121,11 @@ class RoutedModel(nn.Module):
     def collect(self) -> Iterator[list[RoutingStats]]:
         """Add up the statistics of every forward inside: `with routed.collect() as box: ...; box[0]`."""
         box: list[RoutingStats] = []
-        self._collected = None
         self._box = box
         try:
             yield box
         finally:
             self._box = None
-
-    _box: list[RoutingStats] | None = None
 
     def last_gates(self, kind: str) -> Tensor:
         """Gates of the last forward, [L, B, T, G] float32."""

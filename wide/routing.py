@@ -10,7 +10,7 @@ V vocabulary, L layers. A `keep_mask` is 1 (or True) where the group runs.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,6 @@ class RoutingStats:
 
     kept: dict[str, Tensor]
     num_tokens: Tensor
-    live: dict[str, Tensor] = field(default_factory=dict)
 
     def __add__(self, other: "RoutingStats") -> "RoutingStats":
         kept = {kind: self.kept[kind] + other.kept[kind] for kind in self.kept}

@@ -1,7 +1,7 @@
 """WIDE: two routers per decoder layer choose head groups and FFN channel groups for each token (arXiv 2607.28418).
 
-`conf/method/paper.yaml` is the published recipe; the defaults here are the project's own, each documented at its
-field and measured in the ablation of `experiments/results`.
+`conf/method/paper.yaml` is the published recipe; the defaults here are the project's own. Both presets' runs are in
+`experiments/results`; what each single option contributes has not been measured yet.
 """
 
 from dataclasses import dataclass
