@@ -9,7 +9,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from experiments.train import CACHE_ROOT, held_batches
-from wide.config import Config
 from wide.data.batches import Batch
 from wide.data.blocks import open_text
 from wide.data.module import CalibrationData
@@ -17,6 +16,7 @@ from wide.evaluation.perplexity import score
 from wide.evaluation.report import routing_report
 from wide.evaluation.sample import sample_texts
 from wide.model import RoutedModel
+from wide.options import Config
 
 
 def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> dict:

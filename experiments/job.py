@@ -24,8 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 import experiments
 from experiments.mistakes import explain
 from wide import methods, results
-from wide.config import Config, LoggerConfig, RootConfig, build, to_dataclass
+from wide.config import build, to_dataclass
 from wide.loggers import build_logger, finish
+from wide.options import Config, LoggerConfig, RootConfig
 
 CONFIG = "config.json"
 """The resolved config of a run; its presence makes a folder that run's own."""

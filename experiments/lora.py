@@ -6,8 +6,8 @@ from pathlib import Path
 
 from wide.adapter import LoraRoutedModel, add_lora
 from wide.checkpoint import load_gates, read_config
-from wide.config import Config
 from wide.model import RoutedModel
+from wide.options import Config
 
 OBJECTIVE = (
     "init_gap",

@@ -14,7 +14,8 @@ from pathlib import Path
 from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from wide.config import GROUPS, Config, unknown_key
+from wide.config import unknown_key
+from wide.options import GROUPS, Config
 
 ROOT = Path(__file__).parent.parent
 

@@ -19,11 +19,11 @@ from experiments.train import CACHE_ROOT, checkpoint_to_resume, fit_dials, keep_
 from wide import families, methods
 from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
 from wide.checkpoint import save_pretrained
-from wide.config import Config
 from wide.data.batches import check_boundaries
 from wide.data.module import CalibrationData
 from wide.loggers import build_logger, finish
 from wide.model import RoutedModel
+from wide.options import Config
 from wide.results import environment_report
 
 

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from wide.callbacks import Progress
-from wide.config import Config
 from wide.data.batches import Batch, forward_inputs, make_batch
 from wide.data.blocks import TokenBlocks
 from wide.data.module import CalibrationData
 from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
+from wide.options import Config
 from wide.stages.calibrate import Calibrate
 from wide.stages.lora import Lora
 

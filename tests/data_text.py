@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from wide.config import DataConfig
+from wide.options import DataConfig
 
 SPECIAL = ("<unk>", "<begin>", "<end>", "<fill>")
 LINES = tuple(f"line {n} speaks of {n * n} things and then of {n * 7} others" for n in range(60))

@@ -5,10 +5,10 @@ from tiny import routed, stock
 
 from wide import families
 from wide.adapter import LoraRoutedModel, add_lora
-from wide.config import StageConfig
 from wide.families import Geometry
 from wide.methods import load as load_method
 from wide.model import RoutedModel
+from wide.options import StageConfig
 
 PROJECTIONS = (
     "self_attn.q_proj",

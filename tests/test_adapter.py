@@ -19,9 +19,9 @@ from experiments import lora as experiment
 from wide import checkpoint
 from wide.adapter import LoraRoutedModel, add_lora, merge
 from wide.base_model import fingerprint
-from wide.config import ModelConfig, StageConfig
 from wide.methods import load as load_method
 from wide.model import RoutedModel
+from wide.options import ModelConfig, StageConfig
 
 
 def by_hand(model: LoraRoutedModel, family: str, gates: dict[str, Tensor]):

@@ -5,10 +5,10 @@ import torch
 from tiny import FAMILIES, routed, stock, tokens
 from training import build_module, fit, tiny_run_config, trained_tensors
 
-from wide.config import StageConfig
 from wide.families import enable_activation_checkpointing
 from wide.loss import next_token_labels, token_losses
 from wide.methods import load as load_method
+from wide.options import StageConfig
 from wide.routing import (
     RoutingStats,
     gate_noise,

@@ -15,10 +15,10 @@ from tiny import routed, stock, tokens
 
 from wide import checkpoint
 from wide.base_model import fingerprint
-from wide.config import ModelConfig
 from wide.dial import DialPoint, fit_curve
 from wide.methods import load as load_method
 from wide.model import RoutedModel
+from wide.options import ModelConfig
 
 OPTIONS = {"attn_group_size": 2, "ffn_group_size": 32, "router_rank": 4, "init_gap": 0.0, "compensation": True}
 TINY = ModelConfig(name="tiny", source="tiny", family="llama")

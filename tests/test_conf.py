@@ -13,8 +13,9 @@ from hydra.errors import HydraException
 from experiments.mistakes import check_sweep, explain
 from wide import methods
 from wide.base_model import read_geometry
-from wide.config import GROUPS, Config, build, register_schemas
+from wide.config import build, register_schemas
 from wide.families import Geometry, check_groups
+from wide.options import GROUPS, Config
 
 CONF = ROOT / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 from wide import methods
-from wide.config import GROUPS, RootConfig
+from wide.options import GROUPS, RootConfig
 
 SOURCES = sorted(
     path.relative_to(ROOT)

@@ -10,10 +10,10 @@ import pytest
 from data_text import byte_tokenizer, files_config, write_texts
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from wide.config import DataConfig
 from wide.data import blocks as blocks_module
 from wide.data.blocks import BlockCache, open_blocks, open_text
 from wide.data.encoding import Encoder, tokenizer_fingerprint
+from wide.options import DataConfig
 
 BEGIN, END = 1, 2
 

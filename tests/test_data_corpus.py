@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from data_text import files_config, write_texts
 
-from wide.config import DataConfig
 from wide.data.corpus import Corpus
+from wide.options import DataConfig
 
 
 def documents(cfg: DataConfig) -> list[tuple[str, str, str]]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from wandb_file import OfflineRun
 
-from wide.config import LoggerConfig
 from wide.loggers import build_logger, finish, wandb_mode
+from wide.options import LoggerConfig
 
 CONFIG = {"experiment_name": "e", "method": {"name": "wide", "sparsity": 0.25}, "model": {"name": "tiny"}, "seed": 3}
 

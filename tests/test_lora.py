@@ -8,8 +8,8 @@ from torch import Tensor
 from training import fit, tiny_run_config, trained_tensors
 
 from wide.adapter import add_lora
-from wide.config import StageConfig
 from wide.methods import load as load_method
+from wide.options import StageConfig
 from wide.stages.lora import Lora
 
 

@@ -8,9 +8,9 @@ from tiny import routed, tokens
 from torch import Tensor
 
 from experiments.train import build_trainer
-from wide.config import Config, DataConfig, EvalConfig, LoggerConfig, ModelConfig, StageConfig, TrainerConfig
 from wide.methods import load as load_method
 from wide.model import RoutedModel
+from wide.options import Config, DataConfig, EvalConfig, LoggerConfig, ModelConfig, StageConfig, TrainerConfig
 from wide.stages.calibrate import Calibrate
 
 

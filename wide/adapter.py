@@ -15,8 +15,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from wide.config import ModelConfig, StageConfig
 from wide.model import RoutedModel
+from wide.options import ModelConfig, StageConfig
 
 FOLDER, TENSORS = "adapter", "adapter_model.safetensors"
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from wide import families
-from wide.config import ModelConfig
 from wide.families import Geometry
+from wide.options import ModelConfig
 
 TINY_SMOL = "smol"
 """Name of the tiny fixture with 9 query heads over 3 KV heads and tied embeddings (family llama)."""

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from wide import families
 from wide.adapter import LoraRoutedModel, load_adapter, save_adapter
 from wide.base_model import fingerprint, load_base
-from wide.config import ModelConfig, to_dataclass
+from wide.config import to_dataclass
 from wide.dial import DialPoint, dial_for
 from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
 from wide.model import RoutedModel
+from wide.options import ModelConfig
 
 FORMAT_VERSION = 1
 TENSORS, CONFIG, CARD = "routers.safetensors", "wide_config.json", "README.md"

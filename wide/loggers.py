@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from wide.config import LoggerConfig
+from wide.options import LoggerConfig
 
 
 def wandb_mode(asked: str) -> str:

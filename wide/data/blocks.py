@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from wide.config import DataConfig
 from wide.data.corpus import Corpus, Document, Files, Split
 from wide.data.encoding import Encoder, tokenizer_fingerprint
+from wide.options import DataConfig
 
 FORMAT = 1
 SPLITS: tuple[Split, ...] = ("train", "eval")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from wide.config import DataConfig
+from wide.options import DataConfig
 
 Split = Literal["train", "eval"]
 SUFFIXES = (".jsonl", ".txt")

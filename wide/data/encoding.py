@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from wide.config import DataConfig
+from wide.options import DataConfig
 
 
 @dataclass(frozen=True)

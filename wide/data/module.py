@@ -10,9 +10,9 @@ from pathlib import Path
 import lightning
 from transformers import PreTrainedTokenizerBase
 
-from wide.config import DataConfig
 from wide.data.batches import EvalBatches, StepBatches, StepOrder
 from wide.data.blocks import BlockCache, TokenBlocks, open_blocks
+from wide.options import DataConfig
 
 
 class CalibrationData(lightning.LightningDataModule):

