@@ -19,7 +19,7 @@ class GateStep:
     """One training step's settings. `noise[kind]` [L, B, T, G]; None means deterministic gates."""
 
     noise: dict[str, Tensor] | None = None
-    tau: float = 1.0
+    tau: float | Tensor = 1.0
 
 
 class GateProvider(nn.Module):
@@ -27,6 +27,8 @@ class GateProvider(nn.Module):
 
     supports_dial = False
     """Whether `logits` exist, so that a bias on them can meet a target after training."""
+    channel_order: Tensor | None
+    """[L, F] int64 buffer of a method that reorders FFN channels: stock index of each channel (see `wide.cluster`)."""
 
     def __init__(self, geometry: Geometry, attn_group_size: int, ffn_group_size: int):
         super().__init__()
@@ -39,6 +41,7 @@ class GateProvider(nn.Module):
         self.step = GateStep()
         dial = torch.zeros(geometry.num_layers, 2)
         self.register_buffer("dial", dial)
+        self.register_buffer("channel_order", None)
 
     def group_width(self, kind: str) -> int:
         """Columns of the o_proj (head group times head size) or down_proj (channels) input that one gate covers."""

@@ -26,6 +26,8 @@ class Config:
     """Query heads per group."""
     ffn_group_size: int = 128
     """Consecutive FFN channels per group."""
+    cluster_channels: bool = False
+    """Before training, reorder each layer's FFN channels exactly, so that those that fire together form a group."""
     router_rank: int = 32
     router_activation: str = "none"
     router_norm: bool = True
@@ -94,6 +96,8 @@ class WideProvider(GateProvider):
         self.spread: dict[tuple[str, int], Tensor] | None = {} if config.separation_weight > 0 else None
         self.routers = nn.ModuleDict()
         self.vectors = nn.ModuleDict() if config.compensation else None
+        if config.cluster_channels:
+            self.channel_order = torch.arange(geometry.ffn_size).repeat(geometry.num_layers, 1)
         generator = torch.Generator().manual_seed(seed)
         for kind in KINDS:
             groups = self.num_groups[kind]
