@@ -21,16 +21,19 @@ from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometr
 from wide.checkpoint import save_pretrained
 from wide.data.batches import check_boundaries
 from wide.data.module import CalibrationData
+from wide.evaluation.accuracy import check_tasks
 from wide.loggers import build_logger, finish
 from wide.model import RoutedModel
 from wide.options import Config
 from wide.results import environment_report
+from wide.sharding import place
 
 
 def check(config: Config) -> None:
     """Refuse what cannot work from files' names and the model's config alone, before any weight is loaded."""
     check_files(config)
     lora.check(config)
+    check_tasks(config.eval)
     geometry = read_geometry(config.model)
     families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
     check_lengths(config, geometry)
@@ -60,7 +63,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     if device.type == "cpu":
         keep_freed_memory()
     tokenizer = load_tokenizer(config.model)
-    base = load_base(config.model, device)
+    base = load_base(config.model, device, on_host=config.trainer.strategy == "fsdp2")
     base_fingerprint = fingerprint(base)
     geometry = families.Geometry.from_hf(base.config)
     gates = methods.load(config.method.name).build(config.method, geometry, config.seed).to(device)
@@ -79,7 +82,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     )
     learns = config.stage.name == "lora" or any(True for _ in gates.parameters())
     history = train(config, routed, data, run_dir, logger) if learns else []
-    routed.to(device).eval()
+    place(routed.eval(), device)
     point, curve = fit_dials(config, routed, data, device)
     report = evaluate(config, routed, data, tokenizer)
     report["asked_sparsity"] = config.method.sparsity

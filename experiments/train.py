@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 
 from wide.callbacks import Progress
 from wide.data.batches import Batch, forward_inputs, make_batch
@@ -20,7 +21,8 @@ from wide.data.blocks import TokenBlocks
 from wide.data.module import CalibrationData
 from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
-from wide.options import Config
+from wide.options import Config, TrainerConfig
+from wide.sharding import ShardedBackbone
 from wide.stages.calibrate import Calibrate
 from wide.stages.lora import Lora
 
@@ -82,7 +84,7 @@ def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_na
         accelerator=config.trainer.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
-        strategy=config.trainer.strategy,
+        strategy=build_strategy(config.trainer),
         precision="32-true" if config.trainer.precision == "fp32" else "bf16-mixed",
         max_steps=stage.steps,
         max_epochs=-1,
@@ -98,6 +100,13 @@ def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_na
         logger=logger or False,
         callbacks=callbacks,
     )
+
+
+def build_strategy(options: TrainerConfig) -> str | Strategy:
+    """Lightning's own by name, or the one that shards the backbone."""
+    if options.strategy == "fsdp2":
+        return ShardedBackbone(options.devices * options.num_nodes, options.cpu_offload)
+    return options.strategy
 
 
 def train(

@@ -107,8 +107,8 @@ def load_tiny(family: str, seed: int = 0, attn_implementation: str = "sdpa") -> 
     return model.eval()
 
 
-def load_base(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """The frozen stock model in eval mode on `device`."""
+def load_base(cfg: ModelConfig, device: torch.device, on_host: bool = False) -> PreTrainedModel:
+    """The frozen stock model in eval mode on `device`; `on_host` leaves it in host memory, in `device`'s own dtype."""
     dtype = resolve_dtype(cfg.dtype, device)
     if cfg.source == "tiny":
         model = load_tiny(cfg.family or "", attn_implementation=cfg.attn_implementation).to(dtype)
@@ -118,7 +118,7 @@ def load_base(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments
         )
-    return model.to(device).eval().requires_grad_(False)
+    return model.to("cpu" if on_host else device).eval().requires_grad_(False)
 
 
 def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:

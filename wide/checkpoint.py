@@ -29,6 +29,7 @@ from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
 from wide.model import RoutedModel
 from wide.options import ModelConfig
+from wide.sharding import is_sharded
 
 FORMAT_VERSION = 1
 TENSORS, CONFIG, CARD = "routers.safetensors", "wide_config.json", "README.md"
@@ -56,7 +57,8 @@ def save_pretrained(
         curve: fitted dial points, for `sparsity=` at load time. The rest is JSON, kept for the reader.
     """
     folder = Path(folder)
-    if routed.model is routed.base and fingerprint(routed.base) != base_fingerprint:
+    in_reach = routed.model is routed.base and not is_sharded(routed.base)  # of a sharded base each rank has a part
+    if in_reach and fingerprint(routed.base) != base_fingerprint:
         raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before merging")
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
         raise ValueError(f"{folder} is not empty and holds no {CONFIG}; choose an empty folder")
@@ -175,7 +177,7 @@ def from_pretrained(
     Raises:
         ValueError: damaged folder, wrong base, missing or unexpected tensors, sparsity outside the curve.
     """
-    folder = _local_folder(folder)
+    folder = local_folder(folder)
     config = read_config(folder)
     stored = {k: v for k, v in config["base"].items() if k != "fingerprint"}
     model_config = base or to_dataclass(stored, ModelConfig, "base")
@@ -245,7 +247,8 @@ model = from_pretrained("path/of/this/folder")
 """
 
 
-def _local_folder(folder: str | Path) -> Path:
+def local_folder(folder: str | Path) -> Path:
+    """A checkpoint folder as it is, or the downloaded one of a hub id."""
     path = Path(folder)
     if path.is_dir():
         return path

@@ -19,6 +19,7 @@ from wide.loss import next_token_labels, token_losses
 from wide.model import RoutedModel
 from wide.options import StageConfig
 from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsity_distance, temperature
+from wide.sharding import ShardedBackbone
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -50,6 +51,10 @@ class Calibrate(L.LightningModule):
         """Declare what learns in this stage."""
         self.routed.model.requires_grad_(False)
         self.routed.gates.requires_grad_(True)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ShardedBackbone):
+            self.trainer.strategy.shard(self.routed)
 
     def trainable_names(self) -> list[str]:
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
@@ -156,7 +161,8 @@ class Calibrate(L.LightningModule):
         shape = (self.routed.geometry.num_layers, length, sum(sizes))
         noise = gate_noise(self.seed, step, micro["sample_positions"], shape, self.device).transpose(0, 1)
         gates.step.noise = dict(zip(KINDS, noise.split(sizes, dim=-1), strict=True))  # [L, B, T, G] each
-        gates.step.tau = temperature(step, self.stage.steps, self.method.tau_start, self.method.tau_end)
+        tau = temperature(step, self.stage.steps, self.method.tau_start, self.method.tau_end)
+        gates.step.tau = torch.full((), tau, device=self.device)  # a number would be compiled in, anew at every step
         return self.routed.hidden_states(**_model_inputs(micro))
 
     def _rates_of_other_micro_batches(self, micro_batches: list[dict], step: int) -> list[RoutingStats | None]:
