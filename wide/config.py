@@ -6,7 +6,9 @@ method's `Config` class.
 
 import dataclasses
 import difflib
+import os
 import secrets
+from datetime import datetime
 from typing import TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -62,4 +64,22 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     for name, cls in GROUPS.items():
         store.store(group=name, name="schema", node=cls)
-    OmegaConf.register_new_resolver("run_suffix", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, use_cache=True, replace=True)
+
+
+def run_stamp() -> str:
+    """Time and a random suffix that name a run's folder: one and the same on all ranks of a run.
+
+    Ranks of one srun step read theirs off the step; of those that torchrun started, rank 0 draws for all.
+    """
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return stamp
+    from torch.distributed.rendezvous import rendezvous  # imported here: help and completion answer without torch
+
+    store, rank, _ = next(rendezvous("env://"))
+    if rank == 0:
+        store.set("wide/run_stamp", stamp)
+    return store.get("wide/run_stamp").decode()
