@@ -1,0 +1,76 @@
+"""Attention over the static cache: the routed operators on a GPU, the library's kernels where nothing is skipped.
+
+Queries are the last T slots that the cache counts. A single token uses the whole cache and the length on the device,
+so that one CUDA graph serves every length; more tokens use the filled part. Skipped (token, group) rows are zeros.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from wide_kernels import attention_decode, attention_prefill
+from wide_kernels._launch import runs_triton
+from wide_kernels.attention_prefill import DENSE_BACKENDS
+
+from wide.engine.cache import Cache
+
+
+def attend(q: Tensor, keep: Tensor | None, cache: Cache, index: int, window: int | None) -> Tensor:
+    """q [B, T, H, d], keep bool [B, T, G] or None for all -> [B, T, H, d]. The keys of these tokens are stored."""
+    num_tokens, filled = q.shape[1], cache.filled
+    keys, values = cache.keys[index], cache.values[index]
+    sees_all = window is None or (num_tokens > 1 and filled <= window)
+    if not runs_triton(q):
+        return _masked(_plain(q, keys[:, :filled], values[:, :filled], cache, None if sees_all else window), keep)
+    start = cache.start if cache.padded else None
+    if num_tokens == 1:
+        keep = _all_groups(q, keys) if keep is None else keep
+        return attention_decode(q, keys, values, keep, start, cache.length, window)
+    keys, values = keys[:, :filled], values[:, :filled]
+    if keep is None and start is None and sees_all:
+        return _library(q, keys, values)
+    keep = _all_groups(q, keys) if keep is None else keep
+    return attention_prefill(q, keys, values, keep, start, None, None if sees_all else window)
+
+
+def _all_groups(q: Tensor, keys: Tensor) -> Tensor:
+    """Every group runs; one per KV head."""
+    return torch.ones(*q.shape[:2], keys.shape[2], dtype=torch.bool, device=q.device)
+
+
+def _library(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The best backend of torch's own attention, causal from the lower right corner (chunked prefill)."""
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    if q.shape[2] == keys.shape[2]:
+        with sdpa_kernel(list(DENSE_BACKENDS), set_priority=True):
+            out = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+    else:
+        bias = causal_lower_right(q.shape[2], keys.shape[2])
+        out = scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _plain(q: Tensor, keys: Tensor, values: Tensor, cache: Cache, window: int | None) -> Tensor:
+    """torch's attention with a mask only where one is needed: padding, a window, or a later chunk of a prompt."""
+    num_tokens, num_keys = q.shape[1], keys.shape[1]
+    seen = None
+    if cache.padded or window is not None or 1 < num_tokens < num_keys:
+        key = torch.arange(num_keys, device=q.device)
+        query = key[num_keys - num_tokens :, None]
+        seen = (key <= query)[None] & (key >= cache.start[:, None, None])
+        if window is not None:
+            seen &= key > query - window
+        seen |= key == query  # padding sees itself: a row without keys would be NaN
+        seen = seen[:, None]
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    causal = seen is None and num_tokens > 1
+    out = scaled_dot_product_attention(q, keys, values, attn_mask=seen, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _masked(out: Tensor, keep: Tensor | None) -> Tensor:
+    if keep is None:
+        return out
+    heads = keep.repeat_interleave(out.shape[2] // keep.shape[2], dim=2)
+    return out.masked_fill(~heads[..., None], 0)

@@ -1,0 +1,156 @@
+"""The decoder: stock weights, a static cache, and sublayers that skip what the routers say (arXiv 2607.28418).
+
+One file from tokens to logits. A sublayer reads `norm(residual)`, decides its groups from the same residual, computes
+the active ones and leaves its output as `delta`, which the next norm adds. What the skipped groups of a sublayer owe,
+their compensation vectors, is added there too. Routing off (`routing=False`) is the dense model from the same code.
+Axes: B batch, T tokens, M = B x T, D hidden, H query heads, K kv heads, G groups, F FFN channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from wide_kernels import RoutingLayout, gate_up, gemm_k, gemm_mn, routing_layout
+from wide_kernels._launch import runs_triton
+from wide_kernels.dispatch import choose
+from wide_kernels.masking import silu_mul
+
+from wide.engine.attention import attend
+from wide.engine.cache import Cache
+from wide.engine.small import TokenScratch, add_norm, decide, rotate_and_store, route_token
+from wide.engine.weights import Layer, Routed, Weights
+
+
+class TokenLayout(RoutingLayout):
+    """The layout of one token, whose list of active groups the routing kernel wrote already.
+
+    `with_kv`, of an attention sublayer, is the layout over the fused Q, K and V rows: K and V always run.
+    """
+
+    def __init__(self, keep_mask: Tensor, expected_keep: float, active: Tensor, num_active: Tensor):
+        super().__init__(keep_mask, expected_keep)
+        self._active = [active, num_active]
+        self.with_kv: TokenLayout | None = None
+
+    def lists(self, route: str, set_size: int = 0) -> list[Tensor]:
+        assert route != "skip", "one token has no lists for the many-token operators"
+        return [] if route == "dense" else self._active
+
+
+class Decoder:
+    """Weights and the forward over them; no state between calls but working memory.
+
+    `expected_keep` is the share of groups expected to run, a static hint: it chooses operators, never results.
+    """
+
+    def __init__(self, weights: Weights, expected_keep: float, routing: bool = True):
+        self.weights, self.expected_keep, self.routing = weights, expected_keep, routing
+        g = weights.geometry
+        self.query_width, self.kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+        router = weights.layers[0].attention.router
+        folds = router is not None and runs_triton(weights.embedding)
+        self.scratch = TokenScratch(g.hidden_size, router.reduce.shape[0], weights.device) if folds else None
+
+    def hidden(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """tokens [B, T] int64, the next of each row -> normed last hidden states [B, T, D]; the cache advances."""
+        cache.advance(tokens.shape[1])
+        residual = F.embedding(tokens.flatten(), self.weights.embedding)  # [M, D]
+        delta, owed = None, None
+        for index, layer in enumerate(self.weights.layers):
+            residual, x, layout = self._enter(residual, delta, owed, layer.attn_norm, layer.attention, cache)
+            delta, owed = self._attention(x, layout, layer, index, cache), self._owed(layout, layer.attention)
+            residual, x, layout = self._enter(residual, delta, owed, layer.ffn_norm, layer.ffn, cache)
+            delta, owed = self._ffn(x, layout, layer), self._owed(layout, layer.ffn)
+        delta = self._pay(delta, owed)
+        _, x, _ = add_norm(residual, delta, self.weights.norm, self.weights.eps)
+        return x.unflatten(0, tokens.shape)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [..., D] -> [..., V] in the model's dtype."""
+        return F.linear(hidden, self.weights.head)
+
+    def _enter(
+        self, residual: Tensor, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None, norm: Tensor, routed: Routed,
+        cache: Cache,
+    ) -> tuple[Tensor, Tensor, RoutingLayout | None]:  # fmt: skip
+        """Add what the last sublayer left, norm, and decide: residual, norm [M, D], layout (None: all groups run)."""
+        eps = self.weights.eps
+        if self.routing and self.scratch is not None and len(residual) == 1:
+            always = self._always(routed)
+            x, keep, active, counts = route_token(residual, delta, owed, norm, eps, routed, cache, always, self.scratch)
+            layout = TokenLayout(keep[:, : routed.num_groups], self.expected_keep, active, counts[:1])
+            if always:
+                layout.with_kv = TokenLayout(keep, self.expected_keep, active, counts[1:])
+            return residual, x, layout
+        residual, x, square = add_norm(residual, self._pay(delta, owed), norm, eps)
+        if not self.routing:
+            return residual, x, None
+        return (
+            residual,
+            x,
+            routing_layout(self._keep(residual, square, routed, cache), expected_keep=self.expected_keep),
+        )
+
+    def _keep(self, residual: Tensor, square: Tensor, routed: Routed, cache: Cache) -> Tensor:
+        """Decisions of one sublayer, bool [M, G]."""
+        if routed.router is None:
+            hidden = residual.unflatten(0, (cache.batch, -1))
+            return routed.gates.gate(routed.layer, routed.kind, hidden).flatten(0, 1) > 0.5
+        positions = None
+        if len(routed.router.bias) > 1:
+            num_tokens = len(residual) // cache.batch
+            steps = torch.arange(-num_tokens, 0, device=residual.device)
+            positions = (cache.length[:, None] + steps - cache.start[:, None]).clamp(min=0).flatten()
+        return decide(routed.router, residual, square, positions)
+
+    def _always(self, routed: Routed) -> int:
+        """Groups as wide as the query groups that hold the keys and values, when they share the one-token product."""
+        return -(-2 * self.kv_width // routed.group_width) if routed.kind == "attention" else 0
+
+    def _owed(self, layout: RoutingLayout | None, routed: Routed) -> tuple[Tensor, Tensor] | None:
+        return None if layout is None or routed.vectors is None else (layout.keep_mask, routed.vectors)
+
+    def _pay(self, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """delta [M, D] plus the vectors of the skipped groups."""
+        if owed is None:
+            return delta
+        keep, vectors = owed
+        return torch.addmm(delta, (~keep).to(delta.dtype), vectors)
+
+    def _attention(self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache) -> Tensor:
+        q, kv = self._project(x, layout, layer)
+        q = rotate_and_store(q, kv, layer, index, cache, self.weights.eps)
+        keep = None if layout is None else layout.keep_mask.unflatten(0, (cache.batch, -1))
+        heads = q.unflatten(0, (cache.batch, -1)).unflatten(-1, (-1, self.weights.geometry.head_dim))
+        mixed = attend(heads, keep, cache, index, layer.window).flatten(2).flatten(0, 1)  # [M, H x d]
+        if layout is None:
+            return F.linear(mixed, layer.o)
+        return gemm_k(mixed, layer.o, layout, group_size=layer.attention.group_width, skipped="zeros")
+
+    def _project(self, x: Tensor, layout: RoutingLayout | None, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Queries [M, H x d], undefined where skipped, and keys and values [M, 2K x d]."""
+        width, group_size = self.query_width, layer.attention.group_width
+        together = getattr(layout, "with_kv", None) or layout
+        rows = layer.qkv if together is not layout else layer.qkv[:width]
+        if layout is None or choose("gemm_mn", x, rows, together, group_size).route == "dense":
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        elif together is not layout:
+            qkv = gemm_mn(x, layer.qkv, together, layer.qkv_bias, group_size=group_size)
+        else:
+            bias = layer.qkv_bias
+            q_bias, kv_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+            q = gemm_mn(x, rows, layout, q_bias, group_size=group_size)
+            return q, F.linear(x, layer.qkv[width:], kv_bias)
+        return qkv[:, :width], qkv[:, width:]
+
+    def _ffn(self, x: Tensor, layout: RoutingLayout | None, layer: Layer) -> Tensor:
+        group_size, half = layer.ffn.group_width, len(layer.gate_up) // 2
+        gate, up = layer.gate_up[:half], layer.gate_up[half:]
+        if layout is None or choose("gate_up", x, gate, layout, group_size).route == "dense":
+            both = F.linear(x, layer.gate_up)
+            keep = None if layout is None else layout.keep_mask
+            inner = silu_mul(both[:, :half], both[:, half:], keep, group_size)
+        else:
+            inner = gate_up(x, gate, up, layout, group_size=group_size, skipped="zeros")
+        if layout is None:
+            return F.linear(inner, layer.down)
+        return gemm_k(inner, layer.down, layout, group_size=group_size, skipped="zeros")
