@@ -26,7 +26,7 @@ from experiments.mistakes import explain
 from wide import methods, results
 from wide.config import build, to_dataclass
 from wide.loggers import build_logger, finish
-from wide.options import Config, LoggerConfig, RootConfig
+from wide.options import Config, LoggerConfig, RootConfig, TrainerConfig
 
 CONFIG = "config.json"
 """The resolved config of a run; its presence makes a folder that run's own."""
@@ -58,6 +58,7 @@ def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, Modul
     name = OmegaConf.select(node, "method.name")
     config = build(node, methods.load(name).Config, str(run_dir))
     action = load_action(config.action)
+    check_processes(config.trainer)
     if sweep:
         refuse_shared_sweep(config)
     if hasattr(action, "check"):
@@ -132,6 +133,16 @@ def load_action(name: str) -> ModuleType:
     if name not in legal:
         raise ValueError(f"action={name!r} is unknown; legal: {', '.join(legal)}")
     return importlib.import_module(f"experiments.{name}")
+
+
+def check_processes(trainer: TrainerConfig) -> None:
+    """Processes that torchrun started beyond those the trainer knows would each run everything, into one folder."""
+    started, known = int(os.environ.get("WORLD_SIZE", "1")), trainer.devices * trainer.num_nodes
+    if "TORCHELASTIC_RUN_ID" in os.environ and started != known:
+        raise ValueError(
+            f"torchrun started {started} processes, but trainer.devices={trainer.devices} x "
+            f"trainer.num_nodes={trainer.num_nodes} is {known}; legal: the same number"
+        )
 
 
 def refuse_shared_sweep(config: Config) -> None:
