@@ -113,7 +113,7 @@ def train(
     config: Config, routed: RoutedModel, data: CalibrationData, run_dir: Path, logger: Logger | None
 ) -> list[dict[str, float]]:
     """Run the stage to its end, from `config.resume` if given; returns the history, one row per step."""
-    module = STAGES[config.stage.name](routed, config.stage, config.method, config.seed)
+    module = STAGES[config.stage.name](routed, config.stage, config.method, config.seed, config.trainer.compile)
     trainer = build_trainer(config, run_dir, logger, module.name)
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     total = sum(p.numel() for p in routed.base.parameters() if not p.requires_grad)

@@ -47,7 +47,7 @@ def measure_logits(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) ->
                 valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
                 for kind in KINDS:
                     layers = range(routed.geometry.num_layers)
-                    seen[kind].append(torch.stack([recorded[kind, i][valid].flatten() for i in layers]).cpu())
+                    seen[kind].append(torch.stack([recorded[kind, i][valid].flatten() for i in layers]))
     finally:
         del gates.logits
     logits = {kind: torch.cat(rows, dim=1) for kind, rows in seen.items()}

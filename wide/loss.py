@@ -2,15 +2,19 @@
 
 [B, T, V] logits in float32 are the largest tensor of a step (3.2 GB for 32 x 512 tokens at V = 49k), so both the
 cross-entropy and the distillation term go chunk by chunk. Losses are sums over predicted tokens; the caller divides
-by the count of the whole optimiser step, which makes accumulation equal to the big batch.
+by the count of the whole optimiser step, which makes accumulation equal to the big batch. Compiled, a chunk's softmax,
+loss and gradient are fused passes over its logits.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 2048
+CHUNK_LOGITS = 2**27
+"""Logits held at a time: 512 MiB in float32, some four such tensors at the peak."""
 
 
 def next_token_labels(batch: dict[str, Tensor]) -> Tensor:
@@ -29,7 +33,7 @@ def next_token_labels(batch: dict[str, Tensor]) -> Tensor:
 
 
 def token_losses(
-    hidden: Tensor, head: nn.Module, labels: Tensor, teacher_hidden: Tensor | None = None
+    hidden: Tensor, head: nn.Module, labels: Tensor, teacher_hidden: Tensor | None = None, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy, and summed KL(teacher || student) when `teacher_hidden` is given (else 0).
 
@@ -38,17 +42,20 @@ def token_losses(
         head: output projection D -> V.
         labels: [B, T], already shifted, -100 = not counted.
         teacher_hidden: [B, T, D] of the dense model.
+        compiled: run each chunk through `torch.compile`.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     teacher = None if teacher_hidden is None else teacher_hidden.flatten(0, 1)
     cross_entropy, divergence = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
-    for start in range(0, len(labels), CHUNK_TOKENS):
-        part = slice(start, start + CHUNK_TOKENS)
+    chunk = _compiled_chunk() if compiled else _chunk
+    size = max(1, CHUNK_LOGITS // head.out_features)
+    for start in range(0, len(labels), size):
+        part = slice(start, start + size)
         arguments = (hidden[part], labels[part], None if teacher is None else teacher[part])
         if torch.is_grad_enabled():
-            ce, kl = checkpoint(_chunk, head, *arguments, use_reentrant=False)
+            ce, kl = checkpoint(chunk, head, *arguments, use_reentrant=False)
         else:
-            ce, kl = _chunk(head, *arguments)
+            ce, kl = chunk(head, *arguments)
         cross_entropy, divergence = cross_entropy + ce, divergence + kl
     return cross_entropy, divergence
 
@@ -61,4 +68,9 @@ def _chunk(head: nn.Module, hidden: Tensor, labels: Tensor, teacher: Tensor | No
     with torch.no_grad():
         reference = head(teacher).float().log_softmax(-1)
     per_token = F.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
-    return cross_entropy, per_token[labels != -100].sum()
+    return cross_entropy, torch.where(labels != -100, per_token, 0.0).sum()
+
+
+@cache
+def _compiled_chunk():
+    return torch.compile(_chunk)

@@ -59,7 +59,7 @@ class Router(nn.Module):
             return execute_skip[..., 0] - execute_skip[..., 1]
 
 
-def hard_gate(logits: Tensor, noise: Tensor | None = None, tau: float = 1.0) -> Tensor:
+def hard_gate(logits: Tensor, noise: Tensor | None = None, tau: float | Tensor = 1.0) -> Tensor:
     """Keep decisions in {0, 1}, float32, same shape as `logits`.
 
     With `noise` (training) the gradient is that of `sigmoid((logits + noise) / tau)`; without it there is none.

@@ -32,11 +32,12 @@ class Calibrate(L.LightningModule):
         stage: steps, rates, schedule.
         method: config of the method (budget, temperature, targets).
         seed: root seed; gate noise derives from (seed, step, place in the global batch).
+        compiled: run the training forwards and losses through `torch.compile`; evaluation stays eager.
     """
 
     name = "calibrate"
 
-    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int):
+    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int, compiled: bool = False):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
@@ -44,6 +45,8 @@ class Calibrate(L.LightningModule):
         self.freeze()
         if stage.activation_checkpointing:
             families.enable_activation_checkpointing(routed.base)
+        self.compiled = compiled
+        self._forward = torch.compile(routed.hidden_states, dynamic=False) if compiled else routed.hidden_states
         self._attention_weight = routed.cost(length=1).attention_weight
         self.history: list[dict[str, Tensor]] = []
 
@@ -61,7 +64,12 @@ class Calibrate(L.LightningModule):
 
     def configure_optimizers(self) -> dict:
         stage = self.stage
-        optimiser = torch.optim.AdamW(self.parameter_groups(), lr=stage.learning_rate, weight_decay=stage.weight_decay)
+        optimiser = torch.optim.AdamW(
+            self.parameter_groups(),
+            lr=stage.learning_rate,
+            weight_decay=stage.weight_decay,
+            fused=self.device.type == "cuda" or None,
+        )
         warmup = round(stage.warmup_ratio * stage.steps)
         name = "constant_with_warmup" if stage.scheduler == "constant" else stage.scheduler
         schedule = get_scheduler(name, optimiser, num_warmup_steps=warmup, num_training_steps=stage.steps)
@@ -100,7 +108,8 @@ class Calibrate(L.LightningModule):
             for key, value in losses.items():
                 logged[key] = logged.get(key, 0) + value.detach()
         if self.stage.grad_clip > 0:
-            self.clip_gradients(optimiser, self.stage.grad_clip, gradient_clip_algorithm="norm")
+            trained = [p for p in self.parameters() if p.requires_grad]
+            torch.nn.utils.clip_grad_norm_(trained, self.stage.grad_clip)  # Lightning's own refuses fused optimisers
         optimiser.step()
         schedule.step()
         self._log_step(logged, len(micro_batches), targets)
@@ -121,9 +130,9 @@ class Calibrate(L.LightningModule):
         separation = self.routed.gates.separation() if method.separation_weight > 0 else None
         if method.distill_weight > 0:
             with torch.no_grad(), self.routed.dense():
-                teacher = self.routed.hidden_states(**_model_inputs(micro))
+                teacher = self._forward(**_model_inputs(micro))
         head = self.routed.base.get_output_embeddings()
-        cross_entropy, divergence = token_losses(hidden, head, micro["shifted_labels"], teacher)
+        cross_entropy, divergence = token_losses(hidden, head, micro["shifted_labels"], teacher, self.compiled)
         language = ((1 - method.distill_weight) * cross_entropy + method.distill_weight * divergence) / num_labels
         scope = stats if others is None else stats + others
         distance = sparsity_distance(scope, targets, method.budget_price, self._attention_weight)
@@ -163,7 +172,7 @@ class Calibrate(L.LightningModule):
         gates.step.noise = dict(zip(KINDS, noise.split(sizes, dim=-1), strict=True))  # [L, B, T, G] each
         tau = temperature(step, self.stage.steps, self.method.tau_start, self.method.tau_end)
         gates.step.tau = torch.full((), tau, device=self.device)  # a number would be compiled in, anew at every step
-        return self.routed.hidden_states(**_model_inputs(micro))
+        return self._forward(**_model_inputs(micro))
 
     def _rates_of_other_micro_batches(self, micro_batches: list[dict], step: int) -> list[RoutingStats | None]:
         """For a budget over the whole step: counts of all other micro-batches of all ranks, for each micro-batch.

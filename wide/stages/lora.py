@@ -39,11 +39,11 @@ class Lora(Calibrate):
 
     name = "lora"
 
-    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int):
+    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int, compiled: bool = False):
         assert routed.model is not routed.base, "add_lora comes before this stage"
         objective = method if hasattr(method, "targets") else LanguageOnly()
         start = objective.tau_start if stage.restart_temperature else objective.tau_end
-        super().__init__(routed, stage, replace(objective, ramp_ratio=0.0, tau_start=start), seed)
+        super().__init__(routed, stage, replace(objective, ramp_ratio=0.0, tau_start=start), seed, compiled)
 
     def freeze(self) -> None:
         """Exactly LoRA, and the provider's parameters unless frozen, are trained."""
