@@ -12,6 +12,7 @@ from experiments.train import CACHE_ROOT, held_batches
 from wide.data.batches import Batch
 from wide.data.blocks import open_text
 from wide.data.module import CalibrationData
+from wide.evaluation.accuracy import flat_tasks, run_tasks
 from wide.evaluation.perplexity import score
 from wide.evaluation.report import routing_report
 from wide.evaluation.sample import sample_texts
@@ -27,6 +28,10 @@ def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokeniz
     report["held_out"]["num_blocks"] = num_blocks
     if config.eval.other_text:
         report["other_text"] = _scores(config, routed, _other_text(config, routed, tokenizer))
+    if config.eval.tasks or config.eval.chat_tasks:
+        bf16 = config.trainer.precision != "fp32"
+        report["accuracy"], originals = run_tasks(routed, tokenizer, config.eval, config.model.max_length, bf16)
+        write_originals(originals, Path(config.output_dir))
     if config.eval.new_tokens:
         report["sample"] = sample_texts(routed, tokenizer, config.eval.prompt, config.eval.new_tokens)
     return report
@@ -71,7 +76,13 @@ def flat_metrics(report: dict) -> dict[str, float]:
         row |= {f"{prefix}sparsity_{key}": routing["sparsity"][key] for key in ("total", "attention", "ffn")}
         row |= {f"{prefix}skipped_{key}": value for key, value in routing["skipped"].items()}
         row[prefix + "is_static"] = routing["is_static"]
-    return row
+    return row | (flat_tasks(report["accuracy"]) if "accuracy" in report else {})
+
+
+def write_originals(originals: dict[str, dict], folder: Path) -> None:
+    """The harness's own results, untouched, one file for each call of it."""
+    for name, results in originals.items():
+        (folder / f"{name}.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def write_report(report: dict, folder: Path) -> None:
@@ -97,7 +108,13 @@ def table(config: Config, report: dict, folder: Path) -> str:
         ("skipped prunable parameters", f"{skipped['params']:.1%}"),
         (f"skipped FLOPs at {routing['length']} tokens", f"{skipped['flops']:.1%}"),
         ("skipped weight bytes, one-token decode", f"{skipped['bytes']:.1%}"),
+        *_task_rows(report),
         ("outputs", str(folder)),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _task_rows(report: dict) -> list[tuple[str, str]]:
+    tasks = report.get("accuracy", {}).get("tasks", {})
+    return [(f"{name} (dense)", f"{m['routed']['value']:.4g} ({m['dense']['value']:.4g})") for name, m in tasks.items()]
