@@ -4,7 +4,8 @@
 projection before LoRA wraps it would mask only half of it, and unloading LoRA drops hooks silently.
 Per layer four hooks: the two norms' inputs are the residual stream that the routers read; the inputs of o_proj and
 down_proj are masked by group; their outputs receive the compensation vectors. Attention code is never touched, so
-`generate`, caches, PEFT and every attention implementation keep working.
+`generate`, caches, PEFT and every attention implementation keep working. Methods that decide on other activations, or
+that evict keys and values, hang further hooks.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
-from wide import families
+from wide import eviction, families
 from wide.families import Geometry, Layout
 from wide.methods.provider import GateProvider
 from wide.routing import KINDS, Cost, RoutingStats
@@ -79,10 +81,28 @@ class RoutedModel(nn.Module):
             ):
                 out_module = families.get_path(layer, out)
                 self._handles += [
-                    families.get_path(layer, norm).register_forward_pre_hook(self._decide(index, kind)),
+                    self._attach_decision(layer, norm, out_module, index, kind),
                     out_module.register_forward_pre_hook(self._mask(index, kind)),
                     out_module.register_forward_hook(self._compensate(index, kind)),
                 ]
+
+        if self.gates.kv == "evicted":
+            eviction.check_attention(self.base.config._attn_implementation)
+            for index, layer in enumerate(self.decoder_layers()):
+                attention = families.get_path(layer, self.layout.o_proj.rpartition(".")[0])
+                self._handles.append(attention.register_forward_pre_hook(self._evict(index), with_kwargs=True))
+
+    def _attach_decision(self, layer: nn.Module, norm: str, out: nn.Module, index: int, kind: str):
+        """Hang the decision where what it reads is known: before the norm, inside the FFN, or before the projection."""
+        decide = self._decide(index, kind)
+        reads = self.gates.reads[kind]
+        if reads == "residual":
+            return families.get_path(layer, norm).register_forward_pre_hook(lambda module, args: decide(args[0]))
+        if reads == "product":
+            return out.register_forward_pre_hook(lambda module, args: decide(args[0]))
+        activation = ACT2FN[self.base.config.hidden_act]
+        gate_proj = families.get_path(layer, self.layout.gate_proj)
+        return gate_proj.register_forward_hook(lambda module, args, output: decide(activation(output)))
 
     def detach_masks(self) -> None:
         for handle in self._handles:
@@ -183,6 +203,12 @@ class RoutedModel(nn.Module):
             if kwargs.get("position_ids") is None:
                 positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
                 kwargs["position_ids"] = positions[:, -length:]
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            cache = eviction.cache_in(kwargs)
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = torch.arange(length, device=tokens.device)[None] + past
+        self.gates.step.positions, self.gates.step.valid = positions, self._pass.valid
         return args, kwargs
 
     def _end(self, module: nn.Module, args: tuple, output: object) -> None:
@@ -194,10 +220,10 @@ class RoutedModel(nn.Module):
         self._box[:] = [self._box[0] + stats] if self._box else [stats]
 
     def _decide(self, layer: int, kind: str):
-        def hook(module: nn.Module, args: tuple) -> None:
+        def decide(hidden: Tensor) -> None:
             if not self._routing:
                 return
-            hidden, valid = args[0], self._pass.valid
+            valid = self._pass.valid
             if self._forced is not None:
                 keep = self._forced[kind][layer][:, -hidden.shape[1] :].float()
             else:
@@ -206,7 +232,7 @@ class RoutedModel(nn.Module):
                 keep = self.gates.gate(layer, kind, hidden)
             self._pass.gates[kind, layer] = keep
 
-        return hook
+        return decide
 
     def _mask(self, layer: int, kind: str):
         width = self.gates.group_width(kind)
@@ -214,9 +240,24 @@ class RoutedModel(nn.Module):
         def hook(module: nn.Module, args: tuple) -> tuple | None:
             if not self._routing:
                 return None
-            keep = self._pass.gates[kind, layer].to(args[0].dtype)  # [B, T, G]
+            keep = self._pass.gates[kind, layer]  # [B, T, G]
             blocks = args[0].unflatten(-1, (keep.shape[-1], width))  # [B, T, G, width]
-            return ((blocks * keep[..., None]).flatten(-2), *args[1:])
+            blocks = blocks * self.gates.factors(layer, kind, keep).to(blocks.dtype)[..., None]
+            substitute = self.gates.substitute(layer, kind)
+            if substitute is not None:
+                values = substitute.to(blocks.dtype).unflatten(-1, (keep.shape[-1], width))
+                blocks = blocks + (1 - keep).to(blocks.dtype)[..., None] * values
+            return (blocks.flatten(-2), *args[1:])
+
+        return hook
+
+    def _evict(self, layer: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if not self._routing:
+                return None
+            kept = self._pass.gates["attention", layer].amax(-1) > 0  # [B, T]
+            kwargs["attention_mask"] = eviction.without_evicted(kwargs["attention_mask"], kept, kwargs, layer)
+            return args, kwargs
 
         return hook
 
@@ -225,7 +266,7 @@ class RoutedModel(nn.Module):
             vectors = self.gates.compensation(layer, kind)
             if not self._routing or vectors is None:
                 return None
-            skipped = 1 - self._pass.gates[kind, layer]  # [B, T, G]
-            return output + (skipped.to(output.dtype) @ vectors.to(output.dtype))
+            share = self.gates.stands_in(self._pass.gates[kind, layer])  # [B, T, G]
+            return output + (share.to(output.dtype) @ vectors.to(output.dtype))
 
         return hook

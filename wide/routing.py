@@ -139,19 +139,29 @@ class Cost:
         """Share of the prunable parameters that attention decisions govern (8B: 0.16)."""
         return self.attention / (self.attention + self.ffn)
 
-    def shares(self, attention_sparsity: float, ffn_sparsity: float) -> dict[str, float]:
+    def shares(
+        self,
+        attention_sparsity: float,
+        ffn_sparsity: float,
+        kv_sparsity: float = 0.0,
+        core_sparsity: float | None = None,
+    ) -> dict[str, float]:
         """Skipped shares, the routers' own work charged against the two whole-model ones.
 
         params: of the prunable parameters (Q, O, gate, up, down). flops: of all multiply-adds of a causal forward of
-        `length` tokens, output projection included. bytes: of all weights that a one-token decode reads.
+        `length` tokens, output projection included. bytes: of all weights that a one-token decode reads. kv: of keys
+        and values. `core_sparsity` of the attention core is that of attention unless given.
         """
+        core_sparsity = attention_sparsity if core_sparsity is None else core_sparsity
         skipped = attention_sparsity * self.attention + ffn_sparsity * self.ffn
         params = skipped / (self.attention + self.ffn)
         dense_bytes = self.num_layers * (self.attention + self.ffn + self.other) + self.head
         dense_flops = dense_bytes + self.num_layers * self.core
-        skipped_flops = self.num_layers * (skipped + attention_sparsity * self.core - self.router)
+        skipped += kv_sparsity * self.other
+        skipped_flops = self.num_layers * (skipped + core_sparsity * self.core - self.router)
         skipped_bytes = self.num_layers * (skipped - 2 * self.router)
-        return {"params": params, "flops": skipped_flops / dense_flops, "bytes": skipped_bytes / dense_bytes}
+        shares = {"params": params, "flops": skipped_flops / dense_flops, "bytes": skipped_bytes / dense_bytes}
+        return shares | {"kv": kv_sparsity}
 
 
 def sparsity_distance(stats: RoutingStats, targets: dict[str, float], price: str, attention_weight: float) -> Tensor:

@@ -128,16 +128,19 @@ def legal_ffn_group_sizes(geometry: Geometry) -> list[int]:
     return [size for size in range(1, geometry.ffn_size + 1) if geometry.ffn_size % size == 0]
 
 
-def check_groups(geometry: Geometry, attn_group_size: int, ffn_group_size: int) -> None:
-    """ValueError naming the legal sizes when a group would cut through a head or leave a remainder."""
+def check_groups(geometry: Geometry, attn_group_size: int | None, ffn_group_size: int | None) -> None:
+    """ValueError naming the legal sizes when a group would cut through a head or leave a remainder.
+
+    None is the whole sublayer.
+    """
     legal_attn = legal_attn_group_sizes(geometry)
-    if attn_group_size not in legal_attn:
+    if attn_group_size is not None and attn_group_size not in legal_attn:
         raise ValueError(
             f"attn_group_size={attn_group_size} does not fit {geometry.num_heads} query heads over "
             f"{geometry.num_kv_heads} KV heads; legal: {', '.join(map(str, legal_attn))}"
         )
     legal_ffn = legal_ffn_group_sizes(geometry)
-    if ffn_group_size not in legal_ffn:
+    if ffn_group_size is not None and ffn_group_size not in legal_ffn:
         raise ValueError(
             f"ffn_group_size={ffn_group_size} does not divide the FFN width {geometry.ffn_size}; "
             f"legal: {', '.join(map(str, legal_ffn))}"
