@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wide.families import Geometry
 from wide.methods.provider import GateProvider
 from wide.routing import KINDS, Router, hard_gate
+from wide.statistics import mean_outputs
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Config:
     """"micro": each micro-batch of each rank meets the target by itself (paper). "step": the whole step together."""
     compensation: bool = True
     """Learned vector per group, added whenever the group is skipped."""
+    compensation_start: str = "zero"
+    """"mean": each vector starts as its group's mean output on training text."""
     distill_weight: float = 0.0
     """Weight of KL(dense || routed) in place of that share of the cross-entropy, in [0, 1]."""
     separation_weight: float = 0.0
@@ -79,6 +82,7 @@ class Config:
 
 
 _CHOICES = {
+    "compensation_start": ("zero", "mean"),
     "router_activation": ("none", "silu"),
     "budget_price": ("mean", "cost"),
     "budget_scope": ("step", "micro"),
@@ -94,6 +98,8 @@ class WideProvider(GateProvider):
     def __init__(self, config: Config, geometry: Geometry, seed: int):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)
         self.spread: dict[tuple[str, int], Tensor] | None = {} if config.separation_weight > 0 else None
+        if config.compensation and config.compensation_start == "mean":
+            self.calibration_blocks = 64
         self.routers = nn.ModuleDict()
         self.vectors = nn.ModuleDict() if config.compensation else None
         if config.cluster_channels:
@@ -131,6 +137,13 @@ class WideProvider(GateProvider):
         if self.step.noise is not None:
             return hard_gate(logits, self.step.noise[kind][layer], self.step.tau)
         return hard_gate(logits + self.dial[layer, KINDS.index(kind)])
+
+    @torch.no_grad()
+    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+        """Start the vectors at the groups' mean outputs."""
+        for kind, means in mean_outputs(routed, batches).items():
+            for vectors, mean in zip(self.vectors[kind], means, strict=True):
+                vectors.copy_(mean)
 
     def compensation(self, layer: int, kind: str) -> Tensor | None:
         return None if self.vectors is None else self.vectors[kind][layer]

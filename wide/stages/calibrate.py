@@ -7,6 +7,7 @@ so that token counts and budgets are those of the whole step whatever the cut. `
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import lightning as L
 import torch
@@ -22,6 +23,29 @@ from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsit
 from wide.sharding import ShardedBackbone
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class LanguageOnly:
+    """Objective of a method that asks for no budget (dense and static ones): the next token's cross-entropy."""
+
+    sparsity: float = 0.0
+    ramp_ratio: float = 0.0
+    tau_start: float = 1.0
+    tau_end: float = 1.0
+    budget_weight: float = 0.0
+    budget_price: str = "mean"
+    budget_scope: str = "micro"
+    distill_weight: float = 0.0
+    separation_weight: float = 0.0
+
+    def targets(self) -> dict[str, float]:
+        return {"total": self.sparsity}
+
+
+def objective_of(method: object) -> object:
+    """The method's own config where it asks for a budget, else the language loss alone."""
+    return method if hasattr(method, "targets") else LanguageOnly()
 
 
 class Calibrate(L.LightningModule):
@@ -41,7 +65,7 @@ class Calibrate(L.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
-        self.routed, self.stage, self.method, self.seed = routed, stage, method, seed
+        self.routed, self.stage, self.method, self.seed = routed, stage, objective_of(method), seed
         self.freeze()
         if stage.activation_checkpointing:
             families.enable_activation_checkpointing(routed.base)

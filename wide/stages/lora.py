@@ -4,7 +4,7 @@ Loss and budget are those of stage 1, at the full target from the first step. `w
 `wide.adapter.merge` after; `experiments.lora` prepares the model.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -13,25 +13,7 @@ from torch import Tensor
 from wide.adapter import lora_names
 from wide.model import RoutedModel
 from wide.options import StageConfig
-from wide.stages.calibrate import Calibrate
-
-
-@dataclass(frozen=True)
-class LanguageOnly:
-    """Objective of a method that asks for no budget (dense and static ones): the next token's cross-entropy."""
-
-    sparsity: float = 0.0
-    ramp_ratio: float = 0.0
-    tau_start: float = 1.0
-    tau_end: float = 1.0
-    budget_weight: float = 0.0
-    budget_price: str = "mean"
-    budget_scope: str = "micro"
-    distill_weight: float = 0.0
-    separation_weight: float = 0.0
-
-    def targets(self) -> dict[str, float]:
-        return {"total": self.sparsity}
+from wide.stages.calibrate import Calibrate, objective_of
 
 
 class Lora(Calibrate):
@@ -41,7 +23,7 @@ class Lora(Calibrate):
 
     def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int, compiled: bool = False):
         assert routed.model is not routed.base, "add_lora comes before this stage"
-        objective = method if hasattr(method, "targets") else LanguageOnly()
+        objective = objective_of(method)
         start = objective.tau_start if stage.restart_temperature else objective.tau_end
         super().__init__(routed, stage, replace(objective, ramp_ratio=0.0, tau_start=start), seed, compiled)
 
