@@ -165,7 +165,7 @@ class Calibrate(L.LightningModule):
         loss = language + (budget if others is None else budget * share)
         if separation is not None:
             loss = loss + method.separation_weight * step / self.stage.steps * separation / share
-        rates = {f"sparsity_{kind}": stats.sparsity(kind) / share for kind in KINDS}
+        rates = {f"sparsity_{kind}": scope.sparsity(kind) / share for kind in KINDS}
         return {
             "loss": loss,
             "reported_loss": language + budget,
