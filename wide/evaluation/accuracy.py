@@ -52,6 +52,9 @@ def check_tasks(options: EvalConfig) -> None:
         return
     if find_spec("lm_eval") is None:
         raise ValueError("eval.tasks needs lm-evaluation-harness: pip install 'wide-pruning[eval]', or eval.tasks=[]")
+    for name in names:
+        if name.startswith(RUNS_CODE) and not options.run_code:
+            raise ValueError(f"eval.tasks: {name!r} runs code that the model wrote; eval.run_code=true allows it")
     known = _task_manager(names).all_tasks
     for name in names:
         if name not in known:
@@ -60,8 +63,6 @@ def check_tasks(options: EvalConfig) -> None:
                 f"eval.tasks: {name!r} is unknown; legal: the tasks listed by `wide-eval ls tasks`"
                 + (f", such as {', '.join(close)}" if close else "")
             )
-        if name.startswith(RUNS_CODE) and not options.run_code:
-            raise ValueError(f"eval.tasks: {name!r} runs code that the model wrote; eval.run_code=true allows it")
 
 
 def run_tasks(

@@ -1,12 +1,10 @@
-"""lm-evaluation-harness over a routed model: its model `wide`, and a console script that registers it.
+"""lm-evaluation-harness over a routed model: its model `wide`, registered on import (console script `wide-eval`).
 
-`wide-eval run --model_args wide=CHECKPOINT,sparsity=0.5 --tasks sotu_cloze,arc_easy` is the harness's own command line
-with the model `wide` and the packaged tasks known to it. All scoring is the harness's; with `dense` the results equal
+All scoring is the harness's; with `dense` the results equal
 those of its own `hf` model. Its batches are right-padded without a mask, so the sparsity is not counted there but
 afterwards, by an unpadded pass over the tokens that were scored.
 """
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -21,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from wide.base_model import load_tokenizer
 from wide.checkpoint import from_pretrained, local_folder, read_config
 from wide.config import to_dataclass
-from wide.evaluation.accuracy import TASKS
 from wide.model import RoutedModel
 from wide.options import ModelConfig
 from wide.routing import KINDS, RoutingStats
@@ -148,22 +145,3 @@ def _load(folder: str, base: str, sparsity: float | None, device: str | None, ma
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     routed = from_pretrained(folder, sparsity=sparsity, device=device, base=model)
     return routed, load_tokenizer(model), max_length or model.max_length
-
-
-def main() -> None:
-    """Console script: the harness's command line, with `wide` and the packaged tasks as its defaults."""
-    from lm_eval.__main__ import cli_evaluate
-
-    arguments = sys.argv[1:]
-    if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
-        arguments.insert(0, "run")
-    defaults = {"run": {"--model": "wide", "--include_path": str(TASKS)}, "ls": {"--include_path": str(TASKS)}}
-    for option, value in defaults.get(arguments[0] if arguments else "", {}).items():
-        if not any(argument.split("=")[0] == option for argument in arguments):
-            arguments += [option, value]
-    sys.argv[1:] = arguments
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()
