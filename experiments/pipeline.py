@@ -13,9 +13,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from experiments import lora
+from experiments.dials import calibration_batches, fit_dials, scores_at_other_settings
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.figures import curves, layout
-from experiments.train import CACHE_ROOT, checkpoint_to_resume, fit_dials, keep_freed_memory, train
+from experiments.train import CACHE_ROOT, checkpoint_to_resume, keep_freed_memory, train
 from wide import families, methods
 from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
 from wide.checkpoint import save_pretrained
@@ -35,7 +36,8 @@ def check(config: Config) -> None:
     lora.check(config)
     check_tasks(config.eval)
     geometry = read_geometry(config.model)
-    families.check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
+    method = config.method
+    families.check_groups(geometry, *(getattr(method, f"{kind}_group_size", None) for kind in ("attn", "ffn")))
     check_lengths(config, geometry)
     rows = config.stage.micro_batch_size or config.stage.batch_size
     check_boundaries(config.data.document_boundaries, config.model.attn_implementation, rows)
@@ -68,8 +70,6 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     geometry = families.Geometry.from_hf(base.config)
     gates = methods.load(config.method.name).build(config.method, geometry, config.seed).to(device)
     routed = RoutedModel(base, gates, families.load(geometry.family))
-    if config.stage.name == "lora":
-        routed = lora.start(config, routed, base_fingerprint)
     data = CalibrationData(
         config.data,
         tokenizer,
@@ -80,6 +80,10 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         vocab_size=geometry.vocab_size,
         val_blocks=config.stage.val_blocks,
     )
+    if gates.calibration_blocks and config.stage.from_checkpoint is None:
+        gates.prepare(routed, calibration_batches(config, data, gates.calibration_blocks, device))
+    if config.stage.name == "lora":
+        routed = lora.start(config, routed, base_fingerprint)
     learns = config.stage.name == "lora" or any(True for _ in gates.parameters())
     history = train(config, routed, data, run_dir, logger) if learns else []
     place(routed.eval(), device)
@@ -87,7 +91,8 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     report = evaluate(config, routed, data, tokenizer)
     report["asked_sparsity"] = config.method.sparsity
     report["dial"] = None if point is None else {"target": point.target, "measured_on_training_text": point.measured}
-    metrics = flat_metrics(report)
+    report["other_settings"] = scores_at_other_settings(config, routed, data, tokenizer, device)
+    metrics = flat_metrics(report) | {"other_settings": report["other_settings"]}
     if not math.isfinite(metrics["routed_perplexity"]):
         raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")
     if rank_zero_only.rank == 0:
@@ -113,7 +118,8 @@ def _write(config, run_dir, routed, report, history, curve, metrics, environment
     layout.save(report["held_out"]["routing"], run_dir / "layout.png")
     curves.save(history, config.stage.name, run_dir / "curves.png")
     print(table(config, report, run_dir), flush=True)
-    warn_if_missed(config.method.sparsity, metrics["sparsity_total"])
+    by_cost = getattr(config.method, "budget_price", "mean") == "cost"
+    warn_if_missed(config.method.sparsity, metrics["skipped_params" if by_cost else "sparsity_total"])
 
 
 def choose_device(config: Config) -> torch.device:

@@ -10,16 +10,14 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from wide.callbacks import Progress
-from wide.data.batches import Batch, forward_inputs, make_batch
+from wide.data.batches import Batch, make_batch
 from wide.data.blocks import TokenBlocks
 from wide.data.module import CalibrationData
-from wide.dial import DialPoint, fit_curve, fit_dial
 from wide.model import RoutedModel
 from wide.options import Config, TrainerConfig
 from wide.sharding import ShardedBackbone
@@ -134,27 +132,6 @@ def checkpoint_to_resume(resume: str | None) -> str | None:
     return str(path)
 
 
-def fit_dials(
-    config: Config, routed: RoutedModel, data: CalibrationData, device: torch.device
-) -> tuple[DialPoint | None, list[DialPoint]]:
-    """Fit the dial to the method's target on training text, and the whole curve if the stage asks for it.
-
-    Under bf16 autocast when training was, so that the rates are those of the numbers that will be reported.
-    """
-    method = config.method
-    if not routed.gates.supports_dial or method.dial == "none":
-        return None, []
-    num_blocks = min(config.stage.dial_blocks, len(data.train_blocks))
-    batches = [
-        {k: v.to(device) for k, v in forward_inputs(batch).items() if k != "use_cache"}
-        for batch in held_batches(data.train_blocks, num_blocks, config)
-    ]
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision != "fp32"):
-        curve = fit_curve(routed, batches, method.dial) if config.stage.dial_curve else []
-        point = fit_dial(routed, batches, target_total(method), method.dial)
-    return point, curve
-
-
 def held_batches(blocks: TokenBlocks, num_blocks: int, config: Config) -> list[Batch]:
     """Blocks spread evenly over the split, in order, `eval.batch_size` a batch."""
     chosen = [i * len(blocks) // num_blocks for i in range(num_blocks)]
@@ -163,8 +140,3 @@ def held_batches(blocks: TokenBlocks, num_blocks: int, config: Config) -> list[B
         make_batch(blocks, chosen[start : start + size], config.data.document_boundaries)
         for start in range(0, num_blocks, size)
     ]
-
-
-def target_total(method) -> float:
-    """Asked total sparsity: the plain mean of the two kinds where they are asked for separately."""
-    return sum(method.targets().values()) / len(method.targets())

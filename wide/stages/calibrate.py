@@ -161,8 +161,9 @@ class Calibrate(L.LightningModule):
         scope = stats if others is None else stats + others
         distance = sparsity_distance(scope, targets, method.budget_price, self._attention_weight)
         share = num_micro * self.trainer.world_size
-        budget = method.budget_weight * distance / share
-        loss = language + (budget if others is None else budget * share)
+        own = self.routed.gates.penalty(targets, step, self.stage.steps)
+        budget = (method.budget_weight * distance if own is None else own) / share
+        loss = language + (budget if others is None or own is not None else budget * share)
         if separation is not None:
             loss = loss + method.separation_weight * step / self.stage.steps * separation / share
         rates = {f"sparsity_{kind}": scope.sparsity(kind) / share for kind in KINDS}
@@ -190,7 +191,7 @@ class Calibrate(L.LightningModule):
     def _hidden(self, micro: dict, step: int) -> Tensor:
         """Routed forward with this step's sampled gates."""
         gates, length = self.routed.gates, micro["input_ids"].shape[1]
-        sizes = [gates.num_groups[kind] for kind in KINDS]
+        sizes = [gates.num_noise[kind] for kind in KINDS]
         shape = (self.routed.geometry.num_layers, length, sum(sizes))
         noise = gate_noise(self.seed, step, micro["sample_positions"], shape, self.device).transpose(0, 1)
         gates.step.noise = dict(zip(KINDS, noise.split(sizes, dim=-1), strict=True))  # [L, B, T, G] each
