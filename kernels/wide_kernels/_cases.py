@@ -17,8 +17,8 @@ from .gemm_mn import channel_mask, gate_up, gate_up_reference, gemm_mn
 from .gemm_mn import reference as gemm_mn_reference
 from .layout import routing_layout
 
-SKIP_MN = Plan("skip", (32, 32, 32, 4, 2))
-SKIP_K = Plan("skip", (32, 32, 32, 1, 4, 2))
+SKIP_MN = Plan("skip", (32, 32, 32, 2, 4, 2))
+SKIP_K = Plan("skip", (32, 32, 32, 4, 16, 4, 2))
 ONE_TOKEN = Plan("one_token", (16, 64, 4, 1))
 DENSE = Plan("dense")
 
@@ -68,7 +68,7 @@ def _matrix(generator, rows: int, cols: int, device, dtype, strided: bool = Fals
 
 def _inputs(
     generator, device, dtype, *, operator: str, size, tokens=None, mask="random", strided=False, transposed=False,
-    bias=False, skipped=None, plan=None, set_size=4,
+    bias=False, skipped=None, plan=None,
 ) -> Inputs:  # fmt: skip
     num_tokens, free, num_groups, group_size, pruned = size
     num_tokens = num_tokens if tokens is None else tokens
@@ -82,7 +82,7 @@ def _inputs(
     if transposed:
         x = x.T.contiguous().T
     weights = [_matrix(generator, num_outputs, num_inputs, device, dtype, strided) for _ in range(2)]
-    inputs: Inputs = {"x": x, "layout": routing_layout(keep_mask, set_size), "group_size": group_size, "plan": plan}
+    inputs: Inputs = {"x": x, "layout": routing_layout(keep_mask), "group_size": group_size, "plan": plan}
     if operator == "gate_up":
         inputs |= {"gate_weight": weights[0], "up_weight": weights[1]}
     else:
@@ -149,8 +149,12 @@ def mn_cases() -> list[Case]:
 
 
 def k_cases() -> list[Case]:
-    """Cases of gemm_k, with every set size."""
-    sets = [_case("gemm_k", f"sets_of_{n}", size=SIZES["seven_sets"], plan=SKIP_K, set_size=n) for n in range(1, 6)]
+    """Cases of gemm_k, with every set size and both kinds of partial sums."""
+    plans = {(n, bits): Plan("skip", (32, 32, 32, n, bits, 4, 2)) for n in range(1, 9) for bits in (16, 32)}
+    sets = [
+        _case("gemm_k", f"sets_of_{n}_{bits}_bit", size=SIZES["seven_sets"], tokens=70 - n, plan=plan, bias=n % 2 == 0)
+        for (n, bits), plan in plans.items()
+    ]
     return _family("gemm_k", SKIP_K) + sets
 
 

@@ -31,6 +31,33 @@ def row_block_descriptor(matrix: torch.Tensor, block_rows: int, block_cols: int)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [block_rows, block_cols])
 
 
+def row_pair_descriptor(
+    first: torch.Tensor, second: torch.Tensor, block_rows: int, block_cols: int
+) -> tuple[TensorDescriptor | None, bool]:
+    """A descriptor of [2, rows, cols] blocks that hold the same block of two matrices, and whether `second` comes first.
+
+    The matrices may lie anywhere: the outer stride is the distance of their addresses, which the copy engine takes
+    as any multiple of 16 bytes below 2^40. One wide tile then feeds one wide matrix instruction.
+    """
+    lower, upper = sorted((first, second), key=lambda matrix: matrix.data_ptr())
+    parts = [row_block_descriptor(matrix, block_rows, block_cols) for matrix in (lower, upper)]
+    distance = upper.data_ptr() - lower.data_ptr()
+    if None in parts or lower.stride() != upper.stride() or not 0 < distance < 2**40:
+        return None, False
+    strides = [distance // lower.element_size(), *lower.stride()]
+    return TensorDescriptor(lower, [2, *lower.shape], strides, [2, block_rows, block_cols]), lower is not first
+
+
+def can_chain(x: torch.Tensor) -> bool:
+    """Whether a second kernel may start while the first one drains (programmatic dependent launch, sm90 and later)."""
+    return x.is_cuda and _has_bulk_copy(x.device)
+
+
+def chain_option(chained: bool) -> dict[str, bool]:
+    """Launch option of the dependent kernel; the interpreter knows none."""
+    return {"launch_pdl": True} if chained else {}
+
+
 def refuse_gradient(operator: str, *tensors: torch.Tensor | None) -> None:
     """Raise when autograd would have to differentiate through the operator: the kernels have no backward."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):

@@ -26,7 +26,7 @@ CHECKED_TOKENS = 128
 class Problem:
     """Operator, N output and K input channels (`ffn`: N = FFN width, K = hidden), group width, mask bool[T, G].
 
-    `plans` overrides the table by operator name; `set_size` is the layout's.
+    `plans` overrides the table by operator name.
     """
 
     operator: str
@@ -36,7 +36,6 @@ class Problem:
     keep_mask: torch.Tensor
     dtype: torch.dtype = torch.bfloat16
     plans: dict[str, Plan] = field(default_factory=dict)
-    set_size: int = 4
     skipped: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,7 +63,7 @@ class Problem:
         """Layout and operator on buffer set `index`."""
         x, weights = self.sets[index]
         keep_mask = self.keep_mask if keep_mask is None else keep_mask
-        layout = routing_layout(keep_mask, self.set_size, self.keep_ratio)
+        layout = routing_layout(keep_mask, self.keep_ratio)
         plan = self.plans.get(self.operator)
         size = self.group_size
         if self.operator == "gemm_mn":

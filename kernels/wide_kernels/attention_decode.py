@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ._launch import refuse_gradient, runs_triton
-from .gqa import LOG2_E, HeadGroups, can_chain, chain_option, check_call, reference
+from ._launch import can_chain, chain_option, refuse_gradient, runs_triton
+from .gqa import LOG2_E, HeadGroups, check_call, reference
 from .gqa_decode import merge_kernel, split_kernel
 
 

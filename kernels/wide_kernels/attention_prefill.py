@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ._launch import refuse_gradient, runs_triton
-from .gqa import LOG2_E, HeadGroups, can_chain, chain_option, check_call, reference
+from ._launch import can_chain, chain_option, refuse_gradient, runs_triton
+from .gqa import LOG2_E, HeadGroups, check_call, reference
 from .gqa_prefill import partition_kernel, prefill_kernel, zero_kernel
 
 DENSE_BACKENDS = (

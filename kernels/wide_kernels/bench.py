@@ -64,7 +64,7 @@ def masks(
 def bench_row(case: Problem, limits: tuple[float, float], baselines: bool) -> dict:
     """Check, then time, one problem."""
     verdict = case.check()
-    layout = routing_layout(case.keep_mask, case.set_size, case.keep_ratio)
+    layout = routing_layout(case.keep_mask, case.keep_ratio)
     x, weights = case.sets[0]
     operators = ("gate_up", "gemm_k") if case.operator == "ffn" else (case.operator,)
     plans = {name: choose(name, x, weights[0], layout, case.group_size) for name in operators}

@@ -49,8 +49,8 @@ def run_large() -> list[Verdict]:
     from .dispatch import Plan
 
     verdicts = []
-    plans = {"gemm_mn": Plan("skip", (128, 128, 64, 8, 3)), "gate_up": Plan("skip", (128, 128, 64, 8, 3)),
-             "gemm_k": Plan("skip", (128, 128, 64, 2, 8, 3))}  # fmt: skip
+    plans = {"gemm_mn": Plan("skip", (128, 128, 64, 16, 8, 3)), "gate_up": Plan("skip", (128, 128, 64, 16, 8, 3)),
+             "gemm_k": Plan("skip", (128, 128, 64, 5, 16, 8, 3))}  # fmt: skip
     for operator, outputs, inputs in (("gemm_mn", 14336, 64), ("gate_up", 14336, 64), ("gemm_k", 64, 14336)):
         for plan in (plans[operator], Plan("dense")):
             keep_mask = torch.ones(151_000, 28, dtype=torch.bool, device="cuda")

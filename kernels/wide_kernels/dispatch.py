@@ -25,8 +25,9 @@ ROUTES = ("dense", "skip", "one_token")
 class Plan:
     """A route and its tile sizes.
 
-    `config` is, for "skip": block_m, block_n, block_k, num_warps, num_stages (`gemm_k`: and, before num_warps, the
-    columns blocks of a chunk); for "one_token": block_n, block_k, num_warps, num_stages; for "dense": empty.
+    `config` is, for "skip": block_m, block_n, block_k, token tiles of a band, num_warps, num_stages (`gemm_k`: groups
+    of a set and bits of a partial sum instead of the band); for "one_token": block_n, block_k, num_warps, num_stages;
+    for "dense": empty.
     """
 
     route: str

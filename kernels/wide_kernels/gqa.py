@@ -101,16 +101,6 @@ def check_call(q: Tensor, key_start: Tensor | None, key_length: Tensor | None, w
         raise ValueError(f"window must be at least 1 key, got {window}")
 
 
-def can_chain(x: Tensor) -> bool:
-    """Whether a second kernel may start while the first one drains (programmatic dependent launch, sm90 and later)."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-
-
-def chain_option(chained: bool) -> dict[str, bool]:
-    """Launch option of the dependent kernel; the interpreter knows none."""
-    return {"launch_pdl": True} if chained else {}
-
-
 def reference(
     q: Tensor,
     k: Tensor,
@@ -152,10 +142,18 @@ def reference(
 
 @triton.jit
 def mma(a, b, acc, PRECISION: tl.constexpr):
-    """a @ b + acc in float32; the interpreter holds bfloat16 as integers and must be given float32 operands."""
-    if INTERPRET:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    """a @ b + acc in float32; the interpreter holds bfloat16 as integers and must be given float32 operands.
+
+    For float32 operands the block is summed on its own and then added. The compiler would merge the addition into
+    the product, which makes one chain of additions as long as K and 2 to 3 times the library's error; it does not
+    merge a subtraction.
+    """
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        return acc - tl.dot(-a, b, input_precision=PRECISION)
+    else:
+        if INTERPRET:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit

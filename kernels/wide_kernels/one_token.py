@@ -1,6 +1,6 @@
 """One to eight tokens: the same operators, limited by the bytes of the weights they read.
 
-Only the groups that some token runs are read (`layout.active_groups`); programs are numbered over active groups, so
+Only the groups that some token runs are read (the active list); programs are numbered over active groups, so
 the idle half of a mask leaves no processor idle. One token multiplies element-wise and reduces once; two to eight
 tokens go through a 16-wide matrix product. Sums are float32; the down and O projections keep W as [N, K] and
 read the active stretches of its rows, so no second copy of the weight is needed and no partial sums leave a program.
@@ -19,7 +19,8 @@ def launch_mn(x, weight, up_weight, bias, keep_mask, active_groups, num_active, 
     num_tokens, num_inputs = x.shape
     num_channels, num_groups = weight.shape[0], keep_mask.shape[1]
     block_n, block_k, num_warps, num_stages = config
-    block_n = max(16, block_n) if num_tokens > 1 else block_n
+    if num_tokens > 1:
+        block_n, block_k = max(16, block_n), 16 if x.dtype == torch.float32 else block_k  # short chains, see `mma`
     out = torch.empty(num_tokens, num_channels, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(group_size, block_n)
     _one_token_mn_kernel[(num_groups * tiles,)](
@@ -38,7 +39,8 @@ def launch_k(x, weight, bias, keep_mask, active_groups, num_active, group_size, 
     num_tokens, num_inputs = x.shape
     num_outputs, num_groups = weight.shape[0], keep_mask.shape[1]
     block_n, block_k, num_warps, num_stages = config
-    block_n = max(16, block_n) if num_tokens > 1 else block_n
+    if num_tokens > 1:
+        block_n, block_k = max(16, block_n), 16 if x.dtype == torch.float32 else block_k  # short chains, see `mma`
     out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
     # Runs of `run` columns lie in one group: what a vector load may rely on.
     run = max(size for size in (1, 2, 4, 8, 16) if group_size % size == 0)
