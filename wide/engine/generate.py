@@ -155,6 +155,11 @@ class Engine:
             self.cache = Cache(self.decoder.weights, batch, capacity)
         return self.cache
 
+    def close(self) -> None:
+        """Give up the cache and its graphs; the next call makes new ones."""
+        self._graphs.clear()
+        self.cache = None
+
     def _texts(self, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Checked tokens on the device, and how much padding is in front of each row (None: nowhere)."""
         if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():

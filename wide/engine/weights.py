@@ -158,8 +158,8 @@ def _layer(part: dict[str, nn.Module], window: int | None, routed: RoutedModel, 
         gate_up=_fuse([part["gate_proj"].weight, part["up_proj"].weight]),
         down=part["down_proj"].weight.data,
         window=window,
-        attention=_routed(routed.gates, index, "attention", part["o_proj"].weight.dtype),
-        ffn=_routed(routed.gates, index, "ffn", part["o_proj"].weight.dtype),
+        attention=routing_of(routed.gates, index, "attention", part["o_proj"].weight.dtype),
+        ffn=routing_of(routed.gates, index, "ffn", part["o_proj"].weight.dtype),
     )
 
 
@@ -175,7 +175,8 @@ def _fuse(parameters: list[nn.Parameter]) -> Tensor:
     return fused
 
 
-def _routed(gates: GateProvider, layer: int, kind: str, dtype: torch.dtype) -> Routed:
+def routing_of(gates: GateProvider, layer: int, kind: str, dtype: torch.dtype) -> Routed:
+    """One sublayer's routing under `gates`; `dtype` is the residual stream's."""
     vectors = gates.compensation(layer, kind)
     return Routed(
         layer=layer,
