@@ -4,6 +4,7 @@ Called by `experiments.pipeline` after training.
 """
 
 import json
+import math
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +23,7 @@ from wide.options import Config
 
 def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> dict:
     """The report: held-out figures of the routed and of the dense model from the same blocks and code."""
-    blocks = data.eval_blocks
-    num_blocks = min(config.eval.blocks or len(blocks), len(blocks))
-    report = {"held_out": _scores(config, routed, held_batches(blocks, num_blocks, config))}
-    report["held_out"]["num_blocks"] = num_blocks
-    if config.eval.other_text:
-        report["other_text"] = _scores(config, routed, _other_text(config, routed, tokenizer))
+    report = text_scores(config, routed, data, tokenizer)
     if config.eval.tasks or config.eval.chat_tasks:
         bf16 = config.trainer.precision != "fp32"
         report["accuracy"], originals = run_tasks(routed, tokenizer, config.eval, config.model.max_length, bf16)
@@ -37,15 +33,40 @@ def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokeniz
     return report
 
 
-def _scores(config: Config, routed: RoutedModel, batches: list[Batch]) -> dict:
+def text_scores(
+    config: Config,
+    routed: RoutedModel,
+    data: CalibrationData,
+    tokenizer: PreTrainedTokenizerBase,
+    earlier: dict | None = None,
+) -> dict:
+    """The part of the report that is about perplexity: `held_out` and, if asked for, `other_text`.
+
+    `earlier` is such a report of the same model under another dial; the dense figures are taken from it.
+    """
+    blocks = data.eval_blocks
+    num_blocks = min(config.eval.blocks or len(blocks), len(blocks))
+    texts = {"held_out": held_batches(blocks, num_blocks, config)}
+    if config.eval.other_text:
+        texts["other_text"] = _other_text(config, routed, tokenizer)
+    report = {}
+    for name, batches in texts.items():
+        dense = None if earlier is None else earlier[name]["dense_perplexity"]
+        report[name] = _scores(config, routed, batches, dense)
+        report[name]["num_blocks"] = sum(len(batch["input_ids"]) for batch in batches)
+    return report
+
+
+def _scores(config: Config, routed: RoutedModel, batches: list[Batch], dense_perplexity: float | None) -> dict:
     bf16 = config.trainer.precision != "fp32"
-    dense = score(routed, batches, dense=True, bf16=bf16)
+    if dense_perplexity is None:
+        dense_perplexity = score(routed, batches, dense=True, bf16=bf16).perplexity
     pruned = score(routed, batches, dense=False, bf16=bf16)
     assert pruned.stats is not None
     return {
-        "dense_perplexity": dense.perplexity,
+        "dense_perplexity": dense_perplexity,
         "routed_perplexity": pruned.perplexity,
-        "log_perplexity_gap": pruned.loss - dense.loss,
+        "log_perplexity_gap": pruned.loss - math.log(dense_perplexity),
         "num_predicted": pruned.num_predicted,
         "routing": routing_report(routed, pruned.stats, config.data.block_size),
     }

@@ -91,7 +91,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     report = evaluate(config, routed, data, tokenizer)
     report["asked_sparsity"] = config.method.sparsity
     report["dial"] = None if point is None else {"target": point.target, "measured_on_training_text": point.measured}
-    report["other_settings"] = scores_at_other_settings(config, routed, data, tokenizer, device)
+    report["other_settings"] = scores_at_other_settings(config, routed, data, tokenizer, device, report)
     metrics = flat_metrics(report) | {"other_settings": report["other_settings"]}
     if not math.isfinite(metrics["routed_perplexity"]):
         raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")

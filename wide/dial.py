@@ -30,8 +30,10 @@ class DialPoint:
 
 
 @torch.no_grad()
-def measure_logits(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) -> tuple[dict[str, Tensor], float]:
-    """Raw logits [L, N] of each kind under the current dial (a fixed sample of them), and the total sparsity."""
+def measure_logits(
+    routed: RoutedModel, batches: Iterable[dict[str, Tensor]], attention_weight: float = 0.5
+) -> tuple[dict[str, Tensor], float]:
+    """Raw logits [L, N] of each kind under the current dial (a fixed sample of them), and the weighted sparsity."""
     gates, seen, recorded = routed.gates, {kind: [] for kind in KINDS}, {}
     original = gates.logits
 
@@ -53,7 +55,13 @@ def measure_logits(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) ->
     logits = {kind: torch.cat(rows, dim=1) for kind, rows in seen.items()}
     for kind, rows in logits.items():
         logits[kind] = rows[:, :: _stride(rows.shape[1], gates.num_groups[kind])].sort(dim=1).values
-    return logits, float(box[0].total)
+    return logits, float(weighted(box[0].sparsity, attention_weight))
+
+
+def weighted(rate_of_kind, attention_weight: float):
+    """Sparsity with attention counted at `attention_weight` and the FFN at the rest; 0.5 is the paper's plain mean."""
+    attention, ffn = (rate_of_kind(kind) for kind in KINDS)
+    return attention_weight * attention + (1 - attention_weight) * ffn
 
 
 def _stride(num_logits: int, num_groups: int) -> int:
@@ -71,23 +79,25 @@ def fit_dial(
     granularity: str,
     tolerance: float = 5e-4,
     max_rounds: int = 8,
+    attention_weight: float = 0.5,
 ) -> DialPoint:
-    """Set `routed.gates.dial` so that the total sparsity on `batches` is `target`; returns what was reached.
+    """Set `routed.gates.dial` so that the sparsity on `batches` is `target`; returns what was reached.
 
     Args:
         batches: model inputs of calibration text (never the text that is reported on).
-        target: total sparsity, 0 to 1.
+        target: sparsity, 0 to 1, as `attention_weight` counts it.
         granularity: "global" one bias; "kind" or "layer": each kind or (kind, layer) keeps its own sampled rate's
             place, so that the layout found in training is what is deployed, and one shift meets the total.
+        attention_weight: 0.5 for the plain mean of both kinds, `Cost.attention_weight` for the share of parameters.
     """
     gates = routed.gates
     best: DialPoint | None = None
-    logits, measured = measure_logits(routed, batches)
+    logits, measured = measure_logits(routed, batches, attention_weight)
     bracket = [(0.0, None), (1.0, None)]
     aim = target
     for _ in range(max_rounds):
-        gates.dial.copy_(solve(logits, aim, granularity).to(gates.dial.device))
-        logits, measured = measure_logits(routed, batches)
+        gates.dial.copy_(solve(logits, aim, granularity, attention_weight).to(gates.dial.device))
+        logits, measured = measure_logits(routed, batches, attention_weight)
         point = DialPoint(target, measured, gates.dial.detach().cpu().clone())
         if best is None or abs(measured - target) < abs(best.measured - target):
             best = point
@@ -110,13 +120,22 @@ def _next_aim(bracket: list, aim: float, measured: float, target: float) -> floa
     return low_aim + (high_aim - low_aim) * min(max(share, 0.05), 0.95)
 
 
-def solve(logits: dict[str, Tensor], target: float, granularity: str) -> Tensor:
-    """Dial [L, 2] whose deterministic total sparsity over these (sorted) logits is `target`."""
+def solve(logits: dict[str, Tensor], target: float, granularity: str, attention_weight: float = 0.5) -> Tensor:
+    """Dial [L, 2] whose deterministic sparsity over these (sorted) logits is `target`."""
     if granularity == "global":
-        bias = _bisect(lambda b: sum(float((rows < -b).float().mean()) for rows in logits.values()) / 2, target)
+
+        def rate(bias: float) -> float:
+            return weighted(lambda kind: float((logits[kind] < -bias).float().mean()), attention_weight)
+
+        bias = _bisect(rate, target)
         num_layers = logits[KINDS[0]].shape[0]
         return torch.full((num_layers, 2), bias)
-    shift = _bisect(lambda b: _sampled_rates(logits, b, granularity).mean().item(), target)
+
+    def sampled_rate(shift: float) -> float:
+        means = dict(zip(KINDS, _sampled_rates(logits, shift, granularity).mean(0).tolist(), strict=True))
+        return weighted(means.__getitem__, attention_weight)
+
+    shift = _bisect(sampled_rate, target)
     rates = _sampled_rates(logits, shift, granularity)  # [L, 2] wanted skip rates
     dial = torch.zeros_like(rates)
     for column, kind in enumerate(KINDS):
