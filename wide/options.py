@@ -7,18 +7,9 @@ mistake is one `ValueError` that names key, value and legal values.
 import re
 from dataclasses import asdict, dataclass, field
 
-
-def _choice(group: str, key: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{group}.{key}={value!r} is unknown; legal: {', '.join(legal)}")
-
-
-def _range(group: str, key: str, value: float | None, low: float, high: float | None = None) -> None:
-    if value is None:
-        return
-    if not (low <= value < float("inf") and (high is None or value <= high)):  # NaN is out of range too
-        legal = f"{low:g} or more" if high is None else f"{low:g} to {high:g}"
-        raise ValueError(f"{group}.{key}={value} is out of range; legal: {legal}")
+from wide.bench import BenchConfig
+from wide.ranges import check_choice as _choice
+from wide.ranges import check_range as _range
 
 
 @dataclass
@@ -121,18 +112,34 @@ class StageConfig:
     restart_temperature: bool = False
     """`lora` lets the temperature fall from tau_start again (paper) instead of going on at tau_end."""
     from_checkpoint: str | None = None
-    """What `lora` starts from: a run folder or checkpoint folder of `calibrate`; None goes on in the same run."""
+    """What `lora` starts from: a run folder or checkpoint folder of `calibrate`."""
+
+    _legal = ("stage", ("calibrate", "lora"))
 
     def __post_init__(self) -> None:
-        _choice("stage", "name", self.name, ("calibrate", "lora"))
-        _choice("stage", "scheduler", self.scheduler, ("cosine", "constant"))
+        group, names = self._legal
+        _choice(group, "name", self.name, names)
+        _choice(group, "scheduler", self.scheduler, ("cosine", "constant"))
         counts = ("steps", "batch_size", "micro_batch_size", "log_every", "val_blocks", "dial_blocks")
         for key in (*counts, "lora_rank", "lora_alpha"):
-            _range("stage", key, getattr(self, key), 1)
+            _range(group, key, getattr(self, key), 1)
         for key in ("val_every", "save_every", "learning_rate", "router_learning_rate", "grad_clip", "weight_decay"):
-            _range("stage", key, getattr(self, key), 0)
+            _range(group, key, getattr(self, key), 0)
         for key in ("warmup_ratio", "lora_dropout"):
-            _range("stage", key, getattr(self, key), 0, 1)
+            _range(group, key, getattr(self, key), 0, 1)
+
+
+@dataclass
+class RecoveryConfig(StageConfig):
+    """Stage 2 in the same run, after stage 1; `none` ends the run with stage 1."""
+
+    name: str = "none"
+    _legal = ("recovery", ("none", "lora"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.from_checkpoint is not None:
+            raise ValueError("recovery.from_checkpoint must stay null: recovery starts from this run's own stage 1")
 
 
 @dataclass
@@ -219,47 +226,6 @@ class EvalConfig:
 
 
 @dataclass
-class BenchConfig:
-    """What the action `latency` times: first token and time per token of the engine and of dense baselines."""
-
-    name: str = "default"
-    checkpoint: str = ""
-    """Run folder or checkpoint folder whose learned masks are timed on held-out text; empty: random weights and masks
-    at the model's real sizes."""
-    prefill: list[int] = field(default_factory=lambda: [4096, 16384])
-    """Prompt lengths whose first token is timed."""
-    decode: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
-    """Context lengths at which the time per token is taken."""
-    batch: list[int] = field(default_factory=lambda: [1])
-    sparsity: list[float] = field(default_factory=lambda: [0.5])
-    ffn_group_sizes: list[int] = field(default_factory=list)
-    """FFN group widths under random masks; empty takes method.ffn_group_size."""
-    baselines: list[str] = field(default_factory=lambda: ["transformers"])
-    """Beside the engine with routing off: transformers, compiled, reference (the routed model that trains)."""
-    new_tokens: int = 32
-    """Tokens of one timing of the decoding."""
-    repeats: int = 5
-    breakdown: bool = True
-    """Also sort the kernels of one forward into parts (GPU only)."""
-    check_tokens: int = 4200
-    """Prompt length of the correctness gate."""
-
-    def __post_init__(self) -> None:
-        for key in ("prefill", "decode", "batch", "ffn_group_sizes"):
-            for value in getattr(self, key):
-                _range("bench", key, value, 1)
-        for value in self.sparsity:
-            _range("bench", "sparsity", value, 0, 1)
-        for value in self.baselines:
-            _choice("bench", "baselines", value, ("transformers", "compiled", "reference"))
-        _range("bench", "new_tokens", self.new_tokens, 1)
-        _range("bench", "repeats", self.repeats, 1)
-        _range("bench", "check_tokens", self.check_tokens, 100)
-        if not self.prefill and not self.decode:
-            raise ValueError("bench.prefill and bench.decode are both empty; give at least one length")
-
-
-@dataclass
 class RootConfig:
     """The options outside any group."""
 
@@ -291,6 +257,7 @@ class Config(RootConfig):
     method: object
     data: DataConfig
     stage: StageConfig
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: TrainerConfig
     logger: LoggerConfig
     eval: EvalConfig
@@ -306,6 +273,7 @@ GROUPS = {
     "model": ModelConfig,
     "data": DataConfig,
     "stage": StageConfig,
+    "recovery": RecoveryConfig,
     "trainer": TrainerConfig,
     "logger": LoggerConfig,
     "eval": EvalConfig,

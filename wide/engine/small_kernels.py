@@ -95,10 +95,9 @@ def route_token_kernel(
     tl.store(counter, 0)
     splits = tl.arange(0, SPLITS_P)
     rows = partial + splits * (RANK_P + 1)
-    z = tl.sum(
-        tl.load(rows[:, None] + rank[None, :], mask=(splits < SPLITS)[:, None], other=0.0, cache_modifier=".cg"), 0
-    )
     mean_square = tl.sum(tl.load(rows + RANK_P, mask=splits < SPLITS, other=0.0, cache_modifier=".cg")) / width
+    parts = tl.load(rows[:, None] + rank[None, :], mask=(splits < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
+    z = tl.sum(parts, 0)
     if NORM:
         z *= tl.rsqrt(mean_square + ROUTER_EPS)
     z += tl.load(reduce_bias + rank, mask=rank < RANK, other=0.0)
@@ -108,6 +107,12 @@ def route_token_kernel(
     if num_rows > 1:
         row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
     _list_groups(z, decide, row, keep, active, counts, num_groups, always, RANK, RANK_P, ALWAYS_P, BLOCK_G)
+    _norm_token(residual, weight, out, mean_square, width, eps, WIDTH_P)
+
+
+@triton.jit
+def _norm_token(residual, weight, out, mean_square, width, eps, WIDTH_P: tl.constexpr):
+    """Norm of the one token, whose columns other programs stored (so not from the first-level cache)."""
     column = tl.arange(0, WIDTH_P)
     inside = column < width
     x = tl.load(residual + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
