@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from experiments import lora
 from experiments.dials import calibration_batches, fit_dials, scores_at_other_settings
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
+from experiments.evaluations import other_evaluations
 from experiments.figures import curves, layout
 from experiments.train import CACHE_ROOT, checkpoint_to_resume, keep_freed_memory, train
 from wide import families, methods
@@ -93,6 +94,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     report["dial"] = None if point is None else {"target": point.target, "measured_on_training_text": point.measured}
     report["other_settings"] = scores_at_other_settings(config, routed, data, tokenizer, device, report)
     metrics = flat_metrics(report) | {"other_settings": report["other_settings"]}
+    metrics |= other_evaluations(config, routed, data)
     if not math.isfinite(metrics["routed_perplexity"]):
         raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")
     if rank_zero_only.rank == 0:
