@@ -118,6 +118,33 @@ class GateProvider(nn.Module):
         return 0
 
 
+def check_options(
+    config: object,
+    shares: tuple[str, ...] = (),
+    counts: tuple[str, ...] = (),
+    positive: tuple[str, ...] = (),
+    not_negative: tuple[str, ...] = (),
+    choices: dict[str, tuple[str, ...]] | None = None,
+) -> None:
+    """Ranges of a method's options: shares 0 to 1 (None allowed), counts from 1, numbers, names out of a list.
+
+    Raises:
+        ValueError: one line naming key, value and legal values.
+    """
+    ranges = [(shares, 0, 1, "0 to 1"), (counts, 1, None, "1 or more"), (not_negative, 0, None, "0 or more")]
+    for keys, low, high, legal in ranges:
+        for key in keys:
+            value = getattr(config, key)
+            if value is not None and not (value >= low and (high is None or value <= high)):
+                raise ValueError(f"method.{key}={value} is out of range; legal: {legal}")
+    for key in positive:
+        if not getattr(config, key) > 0:
+            raise ValueError(f"method.{key}={getattr(config, key)} is out of range; legal: above 0")
+    for key, legal in (choices or {}).items():
+        if getattr(config, key) not in legal:
+            raise ValueError(f"method.{key}={getattr(config, key)!r} is unknown; legal: {', '.join(legal)}")
+
+
 class StaticProvider(GateProvider):
     """Decisions that hold for every token: buffers `keep_attention` and `keep_ffn`, [L, G] of 0 and 1."""
 
