@@ -19,6 +19,7 @@ from wide.evaluation.report import routing_report
 from wide.evaluation.sample import sample_texts
 from wide.model import RoutedModel
 from wide.options import Config
+from wide.routing import KINDS
 
 
 def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> dict:
@@ -97,6 +98,9 @@ def flat_metrics(report: dict) -> dict[str, float]:
         row |= {f"{prefix}sparsity_{key}": routing["sparsity"][key] for key in ("total", "attention", "ffn")}
         row |= {f"{prefix}skipped_{key}": value for key, value in routing["skipped"].items()}
         row[prefix + "is_static"] = routing["is_static"]
+        if not prefix:
+            layers = routing["sparsity"]["layers"]
+            row["layout"] = {kind: [round(layer[i], 4) for layer in layers] for i, kind in enumerate(KINDS)}
     return row | (flat_tasks(report["accuracy"]) if "accuracy" in report else {})
 
 

@@ -225,7 +225,8 @@ def model_card(config: dict) -> str:
     """README of the checkpoint: what it is, what was measured, how to load it."""
     base = config["base"]
     method = config["method"]
-    rows = "\n".join(f"| {key} | {value} |" for key, value in sorted(config["metrics"].items()))
+    figures = {key: value for key, value in config["metrics"].items() if isinstance(value, int | float)}
+    rows = "\n".join(f"| {key} | {value} |" for key, value in sorted(figures.items()))
     return f"""---
 library_name: wide
 base_model: {base["path"] or base["name"]}
