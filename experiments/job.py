@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ from experiments.mistakes import explain
 from wide import methods, results
 from wide.config import build, to_dataclass
 from wide.loggers import build_logger, finish
-from wide.options import Config, LoggerConfig, RootConfig, TrainerConfig
+from wide.options import Config, LoggerConfig, RecoveryConfig, RootConfig, StageConfig, TrainerConfig
 
 CONFIG = "config.json"
 """The resolved config of a run; its presence makes a folder that run's own."""
@@ -59,6 +60,8 @@ def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, Modul
     config = build(node, methods.load(name).Config, str(run_dir))
     action = load_action(config.action)
     check_processes(config.trainer)
+    if config.recovery.name != "none" and (config.action, config.stage.name) != ("pipeline", "calibrate"):
+        raise ValueError("recovery=lora follows action=pipeline with stage=calibrate; legal here: recovery=none")
     if sweep:
         refuse_shared_sweep(config)
     if hasattr(action, "check"):
@@ -68,6 +71,33 @@ def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, Modul
 
 
 def execute(config: Config, action: ModuleType, run_dir: Path) -> None:
+    """Run every part of the job, each with a folder and a row of its own."""
+    for part in parts(config):
+        folder = Path(part.output_dir)
+        if folder != run_dir:
+            action.check(part)
+            folder.mkdir(exist_ok=True)  # every rank comes by here
+            claim_folder(folder, part)
+        execute_part(part, action, folder)
+
+
+def parts(config: Config) -> list[Config]:
+    """The run itself; with `recovery`, stage 1 and then stage 2 in the folder `lora` inside it.
+
+    A resumed run goes on where it was: in stage 2 once stage 1 has left its checkpoint.
+    """
+    if config.recovery.name == "none":
+        return [config]
+    first = replace(config, recovery=RecoveryConfig())
+    start = config.resume if config.resume and (Path(config.resume) / "checkpoint").is_dir() else None
+    stage = StageConfig(**{**vars(config.recovery), "from_checkpoint": start or config.output_dir})
+    begun = Path(start or "") / "lora"
+    resume = str(begun) if start and (begun / "checkpoints").is_dir() else None
+    second = replace(first, stage=stage, resume=resume, output_dir=f"{config.output_dir}/lora")
+    return [second] if start else [first, second]
+
+
+def execute_part(config: Config, action: ModuleType, run_dir: Path) -> None:
     row = results.base_row(config.to_dict(), run_dir.name, results.command_line(), results.environment_report())
     try:
         leave(config.results_file, run_dir, results.finished(row, action.run(config)))

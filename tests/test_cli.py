@@ -55,7 +55,7 @@ def composed(*overrides: str) -> DictConfig:
 def test_help_lists_the_groups(cli):
     process = cli("--help")
     assert process.returncode == 0
-    for group in ("model", "method", "stage", "data", "trainer", "logger", "eval", "experiment"):
+    for group in ("model", "method", "stage", "recovery", "data", "trainer", "logger", "eval", "experiment"):
         assert f"\n{group}: " in process.stdout
 
 

@@ -73,6 +73,23 @@ def test_global_bias_by_hand():
         assert tuple(int((rows + dial[0, 0] < 0).sum()) for rows in logits.values()) == num_skipped
 
 
+def test_global_bias_by_cost_by_hand():
+    """Attention counts a quarter: skipping one of its two decisions is 1/8, one of the FFN's 3/8."""
+    logits = {"attention": torch.tensor([[-1.0, 1.0]]), "ffn": torch.tensor([[2.0, 4.0]])}
+    for target, num_skipped in ((0.125, (1, 0)), (0.25, (2, 0)), (0.625, (2, 1)), (1.0, (2, 2))):
+        dial = solve(logits, target, "global", attention_weight=0.25)
+        assert tuple(int((rows + dial[0, 0] < 0).sum()) for rows in logits.values()) == num_skipped
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_fit_by_cost_meets_the_share_of_parameters(granularity):
+    model = routed("llama", ffn_group_size=16)
+    cost = model.cost(length=1)
+    fit_dial(model, batches(), 0.4, granularity, attention_weight=cost.attention_weight)
+    rates = skipped(model)
+    assert cost.shares(rates["attention"], rates["ffn"])["params"] == pytest.approx(0.4, abs=0.01)
+
+
 def test_kinds_and_layers_keep_their_place_by_hand():
     """All logits of a layer equal, so that its sampled skip rate is the sigmoid of one number."""
 

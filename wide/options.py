@@ -261,7 +261,7 @@ class Config(RootConfig):
     trainer: TrainerConfig
     logger: LoggerConfig
     eval: EvalConfig
-    bench: BenchConfig
+    bench: BenchConfig = field(default_factory=BenchConfig)
     output_dir: str = "outputs/run"
 
     def to_dict(self) -> dict:
