@@ -34,7 +34,18 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 STATIC = ("ddp", "ddp_single", "flap", "flap_heads", "wanda_sp", "blockpruner", "sleb", "shortgpt", "taylor")
 TRAINED = ("skipgpt", "skipgpt_mlp", "skipgpt_matched", "ddp", "ddp_single", "dllm", "dllm_kept", "mod_d")
-PREPARED = ("flap", "flap_heads", "wanda_sp", "blockpruner", "sleb", "shortgpt", "taylor", "cats", "teal", "cats_oracle")
+PREPARED = (
+    "flap",
+    "flap_heads",
+    "wanda_sp",
+    "blockpruner",
+    "sleb",
+    "shortgpt",
+    "taylor",
+    "cats",
+    "teal",
+    "cats_oracle",
+)
 
 
 def config_of(case: str, family: str, **more):
@@ -52,15 +63,15 @@ def text() -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens(2, 24, seed=seed)} for seed in (1, 2)]
 
 
-def build(case: str, family: str, attn: str = "sdpa", prepare: bool = True, **more) -> RoutedModel:
-    """A routed tiny model of the case; learned tensors drawn as if trained, statistics taken."""
+def build(case: str, family: str, attn: str = "sdpa", fresh: bool = False, **more) -> RoutedModel:
+    """A routed tiny model of the case; learned tensors drawn as if trained and statistics taken, unless `fresh`."""
     config = config_of(case, family, **more)
     geometry = Geometry.from_hf(stock(family).config)
     gates = load_method(config.name).build(config, geometry, 0)
     model = RoutedModel(stock(family, attn), gates, families.load(geometry.family))
-    if config.name == "ddp":
+    if config.name == "ddp" and not fresh:
         scatter_strengths(model)
-    if gates.calibration_blocks and prepare:
+    if gates.calibration_blocks and not fresh:
         gates.prepare(model, text())
     return model
 
