@@ -11,13 +11,12 @@ from wide.model import RoutedModel
 
 
 def float32(family: str, options: dict) -> None:
-    """Small operators, routing of one token, rotary embedding, attention: prompts cut three ways, unequal, one token."""
+    """Small operators, routing of one token, rotary embedding, attention: prompts cut in ways, unequal."""
     model, (ids, mask) = model_of(family, **options), batch("left", (4, 6))
     expected = reference(model, ids, mask)
     real = mask.bool()
-    for chunk in (6, 4):
-        found = from_routed(model, prefill_chunk=chunk)(ids, mask)
-        assert difference(found[real], expected[real]) < 1e-4, (family, chunk)
+    found = from_routed(model, prefill_chunk=4)(ids, mask)
+    assert difference(found[real], expected[real]) < 1e-4, (family, "chunks of unequal prompts")
     found = from_routed(model, prefill_chunk=1)(ids[1:])
     assert difference(found, expected[1:]) < 1e-4, (family, "token by token")
 
@@ -29,7 +28,8 @@ def bfloat16(model: RoutedModel) -> None:
     gates = {kind: rows[:, torch.arange(12) % 5][:, None].float() for kind, rows in keep.items()}
     with model.forced(**gates):
         expected = reference(model, ids)
-        own = reference(model.to(torch.bfloat16), ids).float()
+        model.base.to(torch.bfloat16)
+        own = reference(model, ids).float()
     for chunk in (12, 1):
         engine = from_routed(model, prefill_chunk=chunk)
         engine.decoder.weights = with_forced_masks(engine.decoder.weights, keep)

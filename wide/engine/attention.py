@@ -6,18 +6,21 @@ so that one CUDA graph serves every length; more tokens use the filled part. Ski
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from wide_kernels import attention_decode, attention_prefill
 from wide_kernels._launch import runs_triton
-from wide_kernels.attention_prefill import DENSE_BACKENDS
+from wide_kernels.attention_dense import DENSE_BACKENDS, library_attention
 
 from wide.engine.cache import Cache
 
 
-def attend(q: Tensor, keep: Tensor | None, cache: Cache, index: int, window: int | None) -> Tensor:
-    """q [B, T, H, d], keep bool [B, T, G] or None for all -> [B, T, H, d]. The keys of these tokens are stored."""
+def attend(
+    q: Tensor, keep: Tensor | None, cache: Cache, index: int, window: int | None, expected_keep: float
+) -> Tensor:
+    """q [B, T, H, d], keep bool [B, T, G] or None for all -> [B, T, H, d]. The keys of these tokens are stored.
+
+    `expected_keep` is the hint of the share of True in `keep`.
+    """
     num_tokens, filled = q.shape[1], cache.filled
     keys, values = cache.keys[index], cache.values[index]
     sees_all = window is None or (num_tokens > 1 and filled <= window)
@@ -26,29 +29,18 @@ def attend(q: Tensor, keep: Tensor | None, cache: Cache, index: int, window: int
     start = cache.start if cache.padded else None
     if num_tokens == 1:
         keep = _all_groups(q, keys) if keep is None else keep
-        return attention_decode(q, keys, values, keep, start, cache.length, window)
+        return attention_decode(q, keys, values, keep, start, cache.length, window, expected_keep=expected_keep)
     keys, values = keys[:, :filled], values[:, :filled]
     if keep is None and start is None and sees_all:
-        return _library(q, keys, values)
+        return library_attention(q, keys, values, None, list(DENSE_BACKENDS))
     keep = _all_groups(q, keys) if keep is None else keep
-    return attention_prefill(q, keys, values, keep, start, None, None if sees_all else window)
+    window = None if sees_all else window
+    return attention_prefill(q, keys, values, keep, start, None, window, expected_keep=expected_keep)
 
 
 def _all_groups(q: Tensor, keys: Tensor) -> Tensor:
     """Every group runs; one per KV head."""
     return torch.ones(*q.shape[:2], keys.shape[2], dtype=torch.bool, device=q.device)
-
-
-def _library(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The best backend of torch's own attention, causal from the lower right corner (chunked prefill)."""
-    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
-    if q.shape[2] == keys.shape[2]:
-        with sdpa_kernel(list(DENSE_BACKENDS), set_priority=True):
-            out = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-    else:
-        bias = causal_lower_right(q.shape[2], keys.shape[2])
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
-    return out.transpose(1, 2)
 
 
 def _plain(q: Tensor, keys: Tensor, values: Tensor, cache: Cache, window: int | None) -> Tensor:

@@ -84,11 +84,8 @@ class Decoder:
         residual, x, square = add_norm(residual, self._pay(delta, owed), norm, eps)
         if not self.routing:
             return residual, x, None
-        return (
-            residual,
-            x,
-            routing_layout(self._keep(residual, square, routed, cache), expected_keep=self.expected_keep),
-        )
+        keep = self._keep(residual, square, routed, cache)
+        return residual, x, routing_layout(keep, self.expected_keep)
 
     def _keep(self, residual: Tensor, square: Tensor, routed: Routed, cache: Cache) -> Tensor:
         """Decisions of one sublayer, bool [M, G]."""
@@ -121,7 +118,9 @@ class Decoder:
         q = rotate_and_store(q, kv, layer, index, cache, self.weights.eps)
         keep = None if layout is None else layout.keep_mask.unflatten(0, (cache.batch, -1))
         heads = q.unflatten(0, (cache.batch, -1)).unflatten(-1, (-1, self.weights.geometry.head_dim))
-        mixed = attend(heads, keep, cache, index, layer.window).flatten(2).flatten(0, 1)  # [M, H x d]
+        mixed = (
+            attend(heads, keep, cache, index, layer.window, self.expected_keep).flatten(2).flatten(0, 1)
+        )  # [M, H x d]
         if layout is None:
             return F.linear(mixed, layer.o)
         return gemm_k(mixed, layer.o, layout, group_size=layer.attention.group_width, skipped="zeros")
