@@ -28,19 +28,14 @@ def attend(
         return _masked(_plain(q, keys[:, :filled], values[:, :filled], cache, None if sees_all else window), keep)
     start = cache.start if cache.padded else None
     if num_tokens == 1:
-        keep = _all_groups(q, keys) if keep is None else keep
+        keep = cache.all_groups if keep is None else keep
         return attention_decode(q, keys, values, keep, start, cache.length, window, expected_keep=expected_keep)
     keys, values = keys[:, :filled], values[:, :filled]
     if keep is None and start is None and sees_all:
         return library_attention(q, keys, values, None, list(DENSE_BACKENDS))
-    keep = _all_groups(q, keys) if keep is None else keep
+    keep = cache.all_groups.expand(-1, num_tokens, -1) if keep is None else keep
     window = None if sees_all else window
     return attention_prefill(q, keys, values, keep, start, None, window, expected_keep=expected_keep)
-
-
-def _all_groups(q: Tensor, keys: Tensor) -> Tensor:
-    """Every group runs; one per KV head."""
-    return torch.ones(*q.shape[:2], keys.shape[2], dtype=torch.bool, device=q.device)
 
 
 def _plain(q: Tensor, keys: Tensor, values: Tensor, cache: Cache, window: int | None) -> Tensor:

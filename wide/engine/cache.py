@@ -24,6 +24,8 @@ class Cache:
         self.length = torch.zeros(batch, dtype=torch.int32, device=device)
         self.filled = 0
         self.padded = False
+        self.all_groups = torch.ones(batch, 1, g.num_kv_heads, dtype=torch.bool, device=device)
+        """The keep mask of one token that skips nothing."""
 
     def reset(self, start: Tensor | None) -> None:
         """Empty it for new texts; `start` [B] is the number of padding tokens in front of each, None for none."""

@@ -107,11 +107,12 @@ class Decoder:
         return None if layout is None or routed.vectors is None else (layout.keep_mask, routed.vectors)
 
     def _pay(self, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """delta [M, D] plus the vectors of the skipped groups."""
+        """delta [M, D] plus the vectors of the skipped groups, in place."""
         if owed is None:
             return delta
         keep, vectors = owed
-        return torch.addmm(delta, (~keep).to(delta.dtype), vectors)
+        skipped = torch.logical_not(keep, out=torch.empty(keep.shape, dtype=delta.dtype, device=keep.device))
+        return delta.addmm_(skipped, vectors)
 
     def _attention(self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache) -> Tensor:
         q, kv = self._project(x, layout, layer)
