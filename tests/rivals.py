@@ -34,18 +34,7 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 STATIC = ("ddp", "ddp_single", "flap", "flap_heads", "wanda_sp", "blockpruner", "sleb", "shortgpt", "taylor")
 TRAINED = ("skipgpt", "skipgpt_mlp", "skipgpt_matched", "ddp", "ddp_single", "dllm", "dllm_kept", "mod_d")
-PREPARED = (
-    "flap",
-    "flap_heads",
-    "wanda_sp",
-    "blockpruner",
-    "sleb",
-    "shortgpt",
-    "taylor",
-    "cats",
-    "teal",
-    "cats_oracle",
-)
+PREPARED = ("flap", "flap_heads", "wanda_sp", "blockpruner", "sleb", "shortgpt", "taylor")
 
 
 def config_of(case: str, family: str, **more):
