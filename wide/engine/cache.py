@@ -24,6 +24,7 @@ class Cache:
         self.length = torch.zeros(batch, dtype=torch.int32, device=device)
         self.filled = 0
         self.padded = False
+        self._positions: Tensor | None = None
         self.all_groups = torch.ones(batch, 1, g.num_kv_heads, dtype=torch.bool, device=device)
         """The keep mask of one token that skips nothing."""
 
@@ -37,9 +38,14 @@ class Cache:
         """Count the tokens that the coming forward writes; called before it."""
         self.length.add_(num_tokens)
         self.filled += num_tokens
+        self._positions = None
 
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in [*self.keys, *self.values])
+    def positions(self, num_tokens: int) -> Tensor:
+        """Positions [B x num_tokens] int64 of the last tokens counted; computed once a forward."""
+        if self._positions is None:
+            steps = torch.arange(-num_tokens, 0, device=self.length.device)
+            self._positions = (self.length[:, None] + steps - self.start[:, None]).clamp(min=0).flatten()
+        return self._positions
 
 
 def rotary_tables(weights: Weights, num_positions: int) -> tuple[Tensor, Tensor]:

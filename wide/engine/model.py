@@ -92,11 +92,8 @@ class Decoder:
         if routed.router is None:
             hidden = residual.unflatten(0, (cache.batch, -1))
             return routed.gates.gate(routed.layer, routed.kind, hidden).flatten(0, 1) > 0.5
-        positions = None
-        if len(routed.router.bias) > 1:
-            num_tokens = len(residual) // cache.batch
-            steps = torch.arange(-num_tokens, 0, device=residual.device)
-            positions = (cache.length[:, None] + steps - cache.start[:, None]).clamp(min=0).flatten()
+        by_position = len(routed.router.bias) > 1
+        positions = cache.positions(len(residual) // cache.batch) if by_position else None
         return decide(routed.router, residual, square, positions)
 
     def _always(self, routed: Routed) -> int:
