@@ -124,21 +124,6 @@ def test_the_dial_moves_both_paths_alike(dial):
     assert kept == {-30.0: 0.0, 30.0: 1.0}.get(dial, kept) and (abs(dial) == 30 or 0 < kept < 1)
 
 
-def test_any_gate_provider_runs():
-    """A method without routers of the known form is asked through its own `gate`."""
-    model, ids = routed("llama"), tokens(2, 12)
-
-    class EveryThird(type(model.gates).__mro__[1]):
-        def gate(self, layer, kind, hidden):
-            keep = torch.arange(hidden.shape[0] * hidden.shape[1] * self.num_groups[kind]) % 3 > 0
-            return keep.view(*hidden.shape[:2], -1).float()
-
-    model.detach_masks()
-    gates = EveryThird(model.geometry, model.gates.attn_group_size, model.gates.ffn_group_size)
-    other = RoutedModel(model.model, gates, model.layout)
-    assert difference(from_routed(other)(ids), reference(other, ids)) < TOLERANCE
-
-
 def test_forced_masks_equal_the_reference_under_the_same_gates():
     model, (ids, mask) = model_of("llama", compensation=True), batch("left", (5, 40, 23))
     keep = forced_keep(model.gates, 0.5, seed=1, period=17)

@@ -47,6 +47,11 @@ class Cache:
             self._positions = (self.length[:, None] + steps - self.start[:, None]).clamp(min=0).flatten()
         return self._positions
 
+    def valid(self, num_tokens: int) -> Tensor:
+        """Whether each of the last tokens counted is real, bool [B, num_tokens]."""
+        steps = torch.arange(-num_tokens, 0, device=self.length.device)
+        return self.length[:, None] + steps >= self.start[:, None]
+
 
 def rotary_tables(weights: Weights, num_positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [num_positions, head size / 2] float32 from the stock module."""

@@ -91,6 +91,9 @@ class Decoder:
         """Decisions of one sublayer, bool [M, G]."""
         if routed.router is None:
             hidden = residual.unflatten(0, (cache.batch, -1))
+            step = routed.gates.step
+            step.positions = cache.positions(hidden.shape[1]).unflatten(0, hidden.shape[:2])
+            step.valid = cache.valid(hidden.shape[1]) if cache.padded else None
             return routed.gates.gate(routed.layer, routed.kind, hidden).flatten(0, 1) > 0.5
         by_position = len(routed.router.bias) > 1
         positions = cache.positions(len(residual) // cache.batch) if by_position else None
@@ -101,7 +104,12 @@ class Decoder:
         return -(-2 * self.kv_width // routed.group_width) if routed.kind == "attention" else 0
 
     def _owed(self, layout: RoutingLayout | None, routed: Routed) -> tuple[Tensor, Tensor] | None:
-        return None if layout is None or routed.vectors is None else (layout.keep_mask, routed.vectors)
+        """Whose vectors are not added, bool [M, G], and the vectors [G, D]."""
+        if layout is None or routed.vectors is None:
+            return None
+        if routed.router is not None:
+            return layout.keep_mask, routed.vectors
+        return routed.gates.stands_in(layout.keep_mask.float()) < 0.5, routed.vectors
 
     def _pay(self, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """delta [M, D] plus the vectors of the skipped groups, in place."""

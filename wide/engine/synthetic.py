@@ -91,8 +91,8 @@ def with_gates(weights: Weights, gates: GateProvider) -> Weights:
     layers = [
         replace(
             layer,
-            attention=routing_of(gates, index, "attention", weights.dtype),
-            ffn=routing_of(gates, index, "ffn", weights.dtype),
+            attention=routing_of(gates, index, "attention", layer.o),
+            ffn=routing_of(gates, index, "ffn", layer.down),
         )
         for index, layer in enumerate(weights.layers)
     ]

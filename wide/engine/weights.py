@@ -103,6 +103,7 @@ def take_weights(routed: RoutedModel) -> Weights:
         routed = merge(routed)
     config, layout = routed.base.config, routed.layout
     check_supported(config)
+    check_method(routed.gates)
     routed.gates.step.noise = None
     windows = attention_windows(config)
     decoder = families.get_path(routed.base, layout.decoder)
@@ -132,6 +133,19 @@ def check_supported(config: PretrainedConfig) -> None:
         raise ValueError(f"hidden_act={config.hidden_act!r}; the engine does silu only")
 
 
+def check_method(gates: GateProvider) -> None:
+    """ValueError for a method whose decisions need another forward than `norm, decide, compute`."""
+    problem = None
+    if gates.kv == "evicted":
+        problem = "evicts keys and values"
+    elif any(read != "residual" for read in gates.reads.values()):
+        problem = "decides on activations inside the sublayer"
+    elif type(gates).factors is not GateProvider.factors:
+        problem = "scales activations"
+    if problem:
+        raise ValueError(f"{type(gates).__name__} {problem}, which the engine does not do; use the reference path")
+
+
 def attention_windows(config: PretrainedConfig) -> list[int | None]:
     """Keys each layer sees, None for all: `layer_types` where the family has them, else one window for every layer."""
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -158,8 +172,8 @@ def _layer(part: dict[str, nn.Module], window: int | None, routed: RoutedModel, 
         gate_up=_fuse([part["gate_proj"].weight, part["up_proj"].weight]),
         down=part["down_proj"].weight.data,
         window=window,
-        attention=routing_of(routed.gates, index, "attention", part["o_proj"].weight.dtype),
-        ffn=routing_of(routed.gates, index, "ffn", part["o_proj"].weight.dtype),
+        attention=routing_of(routed.gates, index, "attention", part["o_proj"].weight.data),
+        ffn=routing_of(routed.gates, index, "ffn", part["down_proj"].weight.data),
     )
 
 
@@ -175,17 +189,24 @@ def _fuse(parameters: list[nn.Parameter]) -> Tensor:
     return fused
 
 
-def routing_of(gates: GateProvider, layer: int, kind: str, dtype: torch.dtype) -> Routed:
-    """One sublayer's routing under `gates`; `dtype` is the residual stream's."""
-    vectors = gates.compensation(layer, kind)
+def routing_of(gates: GateProvider, layer: int, kind: str, out: Tensor) -> Routed:
+    """One sublayer's routing under `gates`; `out` [D, width] is its output projection, whose dtype is the model's.
+
+    Values that stand in for skipped activations become what the projection makes of them, a vector for each group.
+    """
+    vectors, values = gates.compensation(layer, kind), gates.substitute(layer, kind)
+    if values is not None:
+        assert vectors is None, "a method has vectors or substitutes"
+        blocks = (out.float() * values.float()).unflatten(1, (gates.num_groups[kind], -1))
+        vectors = blocks.sum(-1).T.contiguous()
     return Routed(
         layer=layer,
         kind=kind,
         num_groups=gates.num_groups[kind],
         group_width=gates.group_width(kind),
         gates=gates,
-        router=fold_router(gates, layer, kind, dtype) if isinstance(gates, WideProvider) else None,
-        vectors=None if vectors is None else vectors.detach().to(dtype),
+        router=fold_router(gates, layer, kind, out.dtype) if isinstance(gates, WideProvider) else None,
+        vectors=None if vectors is None else vectors.detach().to(out.dtype),
     )
 
 
