@@ -155,7 +155,8 @@ def test_shortgpt_scores_are_one_minus_the_cosine_of_hidden_states(family):
             states = [base.model.embed_tokens(batch["input_ids"])]
             seen: list = []
             handles = [
-                layer.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out)) for layer in base.model.layers
+                layer.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
+                for layer in base.model.layers
             ]
             base(**batch)
             states += [out[0] if isinstance(out, tuple) else out for out in seen]
