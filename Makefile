@@ -4,13 +4,20 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test tables data lint clean
 
 demo: .venv/.demo
 	$(BIN)/python run.py $(ARGS)
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" $(ARGS)
+
+tables: .venv/.demo
+	$(BIN)/python -m experiments.tables $(ARGS)
+	$(BIN)/python -m experiments.figures $(ARGS)
+
+data: .venv/.dev
+	$(BIN)/python -m experiments.prefetch $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

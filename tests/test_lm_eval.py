@@ -16,7 +16,7 @@ from experiments import make_tasks, wide_eval
 from wide.base_model import fingerprint, tiny_tokenizer
 from wide.checkpoint import save_pretrained
 from wide.data.corpus import Corpus
-from wide.evaluation.accuracy import TASKS, _task_manager, check_tasks, flat_tasks, quiet, run_tasks
+from wide.evaluation.accuracy import TASKS, task_manager, check_tasks, flat_tasks, quiet, run_tasks
 from wide.evaluation.lm_eval import WideLM
 from wide.methods import load as load_method
 from wide.options import DataConfig, EvalConfig, ModelConfig
@@ -34,7 +34,7 @@ def tokenizer():
 
 def answers(lm, limit: int = 5) -> tuple[dict, dict]:
     """Every answer to every request of the packaged tasks, and the figures."""
-    results = simple_evaluate(lm, tasks=PACKAGED, limit=limit, task_manager=_task_manager(PACKAGED), bootstrap_iters=0)
+    results = simple_evaluate(lm, tasks=PACKAGED, limit=limit, task_manager=task_manager(PACKAGED), bootstrap_iters=0)
     given = {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
     return given, results["results"]
 
@@ -237,5 +237,5 @@ def test_console_evaluates_a_checkpoint(tmp_path, monkeypatch, tokenizer):
     (path,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(path.read_text())["results"]["sotu_cloze"]["acc,none"]
     lm = WideLM(model, tokenizer, batch_size=2, max_length=256)
-    expected = simple_evaluate(lm, tasks=["sotu_cloze"], limit=4, task_manager=_task_manager(["sotu_cloze"]))
+    expected = simple_evaluate(lm, tasks=["sotu_cloze"], limit=4, task_manager=task_manager(["sotu_cloze"]))
     assert found == expected["results"]["sotu_cloze"]["acc,none"] and math.isfinite(found)

@@ -55,7 +55,7 @@ def check_tasks(options: EvalConfig) -> None:
     for name in names:
         if name.startswith(RUNS_CODE) and not options.run_code:
             raise ValueError(f"eval.tasks: {name!r} runs code that the model wrote; eval.run_code=true allows it")
-    known = _task_manager(names).all_tasks
+    known = task_manager(names).all_tasks
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
@@ -109,11 +109,11 @@ def _evaluate(lm, names: list[str], options: EvalConfig, chat: bool) -> dict:
         log_samples=False,
         apply_chat_template=chat,
         confirm_run_unsafe_code=options.run_code,
-        task_manager=_task_manager(names),
+        task_manager=task_manager(names),
     )
 
 
-def _task_manager(names: list[str]):
+def task_manager(names: list[str]):
     """The harness's index of tasks. Its own ten thousand are read only when one of them is asked for."""
     from lm_eval.tasks import TaskManager
 
