@@ -16,7 +16,7 @@ from experiments import make_tasks, wide_eval
 from wide.base_model import fingerprint, tiny_tokenizer
 from wide.checkpoint import save_pretrained
 from wide.data.corpus import Corpus
-from wide.evaluation.accuracy import TASKS, task_manager, check_tasks, flat_tasks, quiet, run_tasks
+from wide.evaluation.accuracy import TASKS, check_tasks, flat_tasks, quiet, run_tasks, task_manager
 from wide.evaluation.lm_eval import WideLM
 from wide.methods import load as load_method
 from wide.options import DataConfig, EvalConfig, ModelConfig
