@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wide.adapter import LoraRoutedModel, add_lora
 from wide.checkpoint import load_gates, read_config
+from wide.cluster import permute_channels
 from wide.model import RoutedModel
 from wide.options import Config
 
@@ -25,7 +26,8 @@ OBJECTIVE = (
 
 
 def check(config: Config) -> Path | None:
-    """Folder of stage 1's checkpoint, its method compared with the run's; None for a method without routers.
+    """Folder of stage 1's checkpoint, its method compared with the run's; None for a method without routers, and for
+    one whose routers and LoRA may learn together.
 
     Raises:
         ValueError: no checkpoint there, a damaged one, or one of another method; all before any weight is loaded.
@@ -33,7 +35,7 @@ def check(config: Config) -> Path | None:
     if config.stage.name != "lora":
         return None
     if config.stage.from_checkpoint is None:
-        if hasattr(config.method, "targets"):
+        if hasattr(config.method, "targets") and not getattr(config.method, "trains_with_lora", False):
             raise ValueError("stage=lora needs stage.from_checkpoint=FOLDER, a run or checkpoint folder of stage 1")
         return None
     folder = Path(config.stage.from_checkpoint)
@@ -60,5 +62,7 @@ def start(config: Config, routed: RoutedModel, base_fingerprint: str) -> LoraRou
         if read_config(folder)["base"]["fingerprint"] != base_fingerprint:
             raise ValueError(f"stage.from_checkpoint={str(folder)!r} was trained on another base than this run's")
         load_gates(routed.gates, folder)
+        if routed.gates.channel_order is not None:
+            permute_channels(routed, routed.gates.channel_order)
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")  # peft 0.21 under transformers 5.24
     return add_lora(routed, config.stage, config.seed)

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from experiments import lora
+from experiments.cluster import arrange_channels
 from experiments.dials import calibration_batches, fit_dials, scores_at_other_settings
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.evaluations import other_evaluations
@@ -81,8 +82,10 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         vocab_size=geometry.vocab_size,
         val_blocks=config.stage.val_blocks,
     )
+    if config.stage.from_checkpoint is None:
+        arrange_channels(config, routed, data)
     if gates.calibration_blocks and config.stage.from_checkpoint is None:
-        gates.prepare(routed, calibration_batches(config, data, gates.calibration_blocks, device))
+        gates.prepare(routed, calibration_batches(config, data, gates.calibration_blocks, base.device))
     if config.stage.name == "lora":
         routed = lora.start(config, routed, base_fingerprint)
     learns = config.stage.name == "lora" or any(True for _ in gates.parameters())

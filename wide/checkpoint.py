@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from wide import families
 from wide.adapter import LoraRoutedModel, load_adapter, save_adapter
 from wide.base_model import fingerprint, load_base
+from wide.cluster import permute_channels, stock_order
 from wide.config import to_dataclass
 from wide.dial import DialPoint, dial_for
 from wide.methods import load as load_method
@@ -57,9 +58,11 @@ def save_pretrained(
         curve: fitted dial points, for `sparsity=` at load time. The rest is JSON, kept for the reader.
     """
     folder = Path(folder)
-    in_reach = routed.model is routed.base and not is_sharded(routed.base)  # of a sharded base each rank has a part
-    if in_reach and fingerprint(routed.base) != base_fingerprint:
-        raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before merging")
+    if routed.model is routed.base and not is_sharded(routed.base):  # of a sharded base each rank has a part
+        with stock_order(routed):
+            found = fingerprint(routed.base)
+        if found != base_fingerprint:
+            raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before that")
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
         raise ValueError(f"{folder} is not empty and holds no {CONFIG}; choose an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,8 @@ def save_pretrained(
     try:
         save_file(_tensors(routed, curve), staging / TENSORS)
         if routed.model is not routed.base:
-            save_adapter(routed, staging, model)
+            with stock_order(routed, adapter_only=True):  # so that peft alone can put it on the stock model
+                save_adapter(routed, staging, model)
         config = {
             "format_version": FORMAT_VERSION,
             "base": dataclasses.asdict(model) | {"fingerprint": base_fingerprint},
@@ -193,6 +197,8 @@ def from_pretrained(
     if (folder / "adapter").exists():
         model, with_masks = load_adapter(model, folder), LoraRoutedModel
     routed = with_masks(model, gates.to(device), families.load(geometry.family)).eval()
+    if gates.channel_order is not None:
+        permute_channels(routed, gates.channel_order)
     if sparsity is not None:
         stored = config["dial_curve"]
         if len(stored) != len(dials):

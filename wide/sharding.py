@@ -45,6 +45,7 @@ class ShardedBackbone(ModelParallelStrategy):
 
     def shard(self, routed: RoutedModel) -> None:
         """Called from the stage's `configure_model`, when the ranks know each other."""
+        check_order(routed)
         pin = self.root_device.type == "cuda"
         policy = CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy()
         shard_backbone(routed, self.device_mesh["data_parallel"], policy)
@@ -75,6 +76,17 @@ def shard_backbone(routed: RoutedModel, mesh: DeviceMesh, policy: OffloadPolicy)
     whole = set(decoder.parameters()) - frozen
     for module in (*layers, decoder):
         fully_shard(module, mesh=mesh, ignored_params=whole, offload_policy=policy)
+
+
+def check_order(routed: RoutedModel) -> None:
+    """Each rank gives its shard of its own copy, so all must have put the FFN channels into the same order."""
+    order = routed.gates.channel_order
+    if order is not None:
+        low, high = order.clone(), order.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN)
+        dist.all_reduce(high, dist.ReduceOp.MAX)
+        if not torch.equal(low, high):
+            raise RuntimeError("ranks found different orders of the FFN channels; train with trainer.strategy=ddp")
 
 
 def place(module: nn.Module, device: torch.device) -> None:

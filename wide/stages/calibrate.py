@@ -241,6 +241,9 @@ class Calibrate(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         self.history = [{key: torch.tensor(v) for key, v in row.items()} for row in checkpoint["history"]]
+        here, there = self.routed.gates.channel_order, checkpoint["state_dict"].get("routed.gates.channel_order")
+        if (here is None) != (there is None) or (here is not None and not torch.equal(here.cpu(), there)):
+            raise ValueError("the resumed run has the FFN channels in another order than this one")
 
     def load_state_dict(self, state_dict: dict, strict: bool = False, assign: bool = False):
         """Load non-strictly, then insist that exactly the frozen tensors were absent."""
