@@ -14,9 +14,10 @@ from experiments.tables.paper import (
     cells,
     with_paper_metrics,
 )
-from experiments.tables.rows import Spec
+from experiments.tables.published import published
+from experiments.tables.rows import Spec, paper_recipe
 
-SETTINGS = (("llama8b", 25), ("llama8b", 50), ("llama3b", 50))
+SETTINGS = (("llama8b", 25), ("llama8b", 50), ("llama3b", 25), ("llama3b", 50))
 FFN_GROUPS = (32, 64, 128)
 FIGURES = (PERPLEXITY, AVERAGE)
 COLUMNS = [Column(f"{column.name}, {name}", column.metric) for name in STAGES.values() for column in FIGURES]
@@ -33,13 +34,15 @@ def build(rows: pd.DataFrame) -> list[Table]:
 
 
 def methods(model: str, percent: int) -> list[tuple[str, Spec]]:
-    """Every method of the paper with its label; WIDE at each FFN group size."""
+    """Every method of the paper with its label, WIDE at each FFN group size; without those that neither the paper nor
+    this project has there.
+    """
     found = []
     for method, name in NAMES.items():
         spec = Spec(model, method, 0 if method == "dense" else percent)
         if method == "wide":
             sizes = [spec.where(attn_group=ATTN_GROUP[model], ffn_group=size) for size in FFN_GROUPS]
             found += [(f"{name} G={size.ffn_group}", size) for size in sizes]
-        else:
+        elif paper_recipe(method) or published(spec, PERPLEXITY.metric):
             found.append((name, spec))
     return found

@@ -25,6 +25,10 @@ STAGES = {"calibrate": "calibration", "lora": "LoRA"}
 PERPLEXITY = Column("word perplexity", "word_perplexity")
 AVERAGE = Column("average", "accuracy_mean")
 TASK_COLUMNS = [Column(name, name) for name in TASKS]
+SHARES = (
+    *("sparsity_total", "sparsity_attention", "sparsity_ffn", "skipped_params"),
+    *("accuracy_retention", "generation_retention"),
+)
 NOTE = (
     "In brackets the published value, then ours minus it, and whether that lies in the band of "
     "`experiments/tables/published.py`. ± is the standard deviation over seeds. `missing`: no row; `failed`: only "
@@ -45,7 +49,7 @@ def with_paper_metrics(rows: pd.DataFrame) -> pd.DataFrame:
         figures[f"{prefix}word_perplexity"] = _numbers(rows, f"{source}wikitext")
         tasks = pd.DataFrame({task: figures[prefix + task] for task in TASKS}, index=rows.index)
         figures[f"{prefix}accuracy_mean"] = tasks.mean(axis=1, skipna=False)
-    for key in ("sparsity_total", "sparsity_attention", "sparsity_ffn", "skipped_params"):
+    for key in SHARES:
         figures[f"percent_{key}"] = 100 * _numbers(rows, key)
     return pd.concat([rows.drop(columns=[name for name in figures if name in rows]), pd.DataFrame(figures)], axis=1)
 
