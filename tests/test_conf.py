@@ -71,7 +71,7 @@ def geometry_of(config: Config) -> Geometry:
 def test_experiment_composes_validates_and_fits_its_model(name):
     config = make(f"+experiment={name}")
     geometry = geometry_of(config)
-    check_groups(geometry, config.method.attn_group_size, config.method.ffn_group_size)
+    check_groups(geometry, *(getattr(config.method, f"{kind}_group_size", None) for kind in ("attn", "ffn")))
     assert config.data.block_size <= min(geometry.max_positions, config.model.max_length)
     assert config.experiment_name == name
     share = config.stage.micro_batch_size or config.stage.batch_size
