@@ -11,6 +11,8 @@ from experiments.train import held_batches
 from wide.data.batches import forward_inputs
 from wide.data.module import CalibrationData
 from wide.dial import DialPoint, fit_curve, fit_dial
+from wide.evaluation.perplexity import score
+from wide.evaluation.report import routing_report
 from wide.model import RoutedModel
 from wide.options import Config
 
@@ -68,6 +70,29 @@ def scores_at_other_settings(
         )
     routed.gates.dial.copy_(before)
     return rows
+
+
+CURVE_BLOCKS = 24
+
+
+@torch.no_grad()
+def curve_scores(config: Config, routed: RoutedModel, data: CalibrationData, curve: list[DialPoint]) -> dict:
+    """Held-out perplexity and sparsity at every fitted point of the curve, over CURVE_BLOCKS blocks; the dial is put
+    back.
+    """
+    batches = held_batches(data.eval_blocks, min(CURVE_BLOCKS, len(data.eval_blocks)), config)
+    bf16 = config.trainer.precision != "fp32"
+    before, points = routed.gates.dial.clone(), []
+    for point in curve:
+        routed.gates.dial.copy_(point.dial)
+        result = score(routed, batches, dense=False, bf16=bf16)
+        report = routing_report(routed, result.stats, config.data.block_size)
+        found = {"target": point.target, "sparsity_total": report["sparsity"]["total"]}
+        points.append(found | {"skipped_params": report["skipped"]["params"], "routed_perplexity": result.perplexity})
+    routed.gates.dial.copy_(before)
+    dense = score(routed, batches, dense=True, bf16=bf16)
+    num_blocks = sum(len(batch["input_ids"]) for batch in batches)
+    return {"num_blocks": num_blocks, "dense_perplexity": dense.perplexity, "points": points}
 
 
 def calibration_batches(

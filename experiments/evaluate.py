@@ -17,16 +17,22 @@ from wide.evaluation.accuracy import flat_tasks, run_tasks
 from wide.evaluation.perplexity import score
 from wide.evaluation.report import routing_report
 from wide.evaluation.sample import sample_texts
+from wide.evaluation.token_widths import token_widths
 from wide.model import RoutedModel
 from wide.options import Config
 from wide.routing import KINDS
+
+SHOWN_TOKENS = 256
+"""Held-out tokens whose width the report shows one by one."""
 
 
 def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> dict:
     """The report: held-out figures of the routed and of the dense model from the same blocks and code."""
     report = text_scores(config, routed, data, tokenizer)
+    bf16 = config.trainer.precision != "fp32"
+    first_block = held_batches(data.eval_blocks, 1, config)[0]["input_ids"][0]
+    report["tokens"] = token_widths(routed, tokenizer, first_block[:SHOWN_TOKENS], bf16)
     if config.eval.tasks or config.eval.chat_tasks:
-        bf16 = config.trainer.precision != "fp32"
         report["accuracy"], originals = run_tasks(routed, tokenizer, config.eval, config.model.max_length, bf16)
         write_originals(originals, Path(config.output_dir))
     if config.eval.new_tokens:

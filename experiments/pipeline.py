@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from experiments import lora
+from experiments import html_report, lora
 from experiments.cluster import arrange_channels
-from experiments.dials import calibration_batches, fit_dials, scores_at_other_settings
+from experiments.dials import calibration_batches, curve_scores, fit_dials, scores_at_other_settings
 from experiments.evaluate import evaluate, flat_metrics, table, write_report
 from experiments.evaluations import other_evaluations
-from experiments.figures import curves, layout
+from experiments.figures import curves, dial_curve, layout
 from experiments.train import CACHE_ROOT, checkpoint_to_resume, keep_freed_memory, train
 from wide import families, methods
 from wide.base_model import fingerprint, load_base, load_tokenizer, read_geometry
@@ -28,7 +28,7 @@ from wide.evaluation.accuracy import check_tasks
 from wide.loggers import build_logger, finish
 from wide.model import RoutedModel
 from wide.options import Config
-from wide.results import environment_report
+from wide.results import command_line, environment_report
 from wide.sharding import place
 
 
@@ -95,6 +95,8 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     report = evaluate(config, routed, data, tokenizer)
     report["asked_sparsity"] = config.method.sparsity
     report["dial"] = None if point is None else {"target": point.target, "measured_on_training_text": point.measured}
+    if curve:
+        report["dial_curve"] = curve_scores(config, routed, data, curve)
     report["other_settings"] = scores_at_other_settings(config, routed, data, tokenizer, device, report)
     metrics = flat_metrics(report) | {"other_settings": report["other_settings"]}
     metrics |= other_evaluations(config, routed, data)
@@ -122,6 +124,9 @@ def _write(config, run_dir, routed, report, history, curve, metrics, environment
     )
     layout.save(report["held_out"]["routing"], run_dir / "layout.png")
     curves.save(history, config.stage.name, run_dir / "curves.png")
+    if "dial_curve" in report:
+        dial_curve.save(report["dial_curve"], run_dir / "dial_curve.png")
+    html_report.write_run(run_dir, command_line())
     print(table(config, report, run_dir), flush=True)
     by_cost = getattr(config.method, "budget_price", "mean") == "cost"
     warn_if_missed(config.method.sparsity, metrics["skipped_params" if by_cost else "sparsity_total"])
@@ -171,9 +176,8 @@ def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
         import wandb
 
         run.summary.update(metrics)
-        run.log(
-            {"layout": wandb.Image(str(run_dir / "layout.png")), "curves": wandb.Image(str(run_dir / "curves.png"))}
-        )
+        pictures = {name: wandb.Image(str(run_dir / f"{name}.png")) for name in ("layout", "curves")}
+        run.log(pictures | {"report": wandb.Html((run_dir / "report.html").read_text(), inject=False)})
         artifact = wandb.Artifact(f"routers-{run.id}", type="routers")
         folder = run_dir / "checkpoint"
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -5,6 +5,7 @@ those of its own `hf` model. Its batches are right-padded without a mask, so the
 afterwards, by an unpadded pass over the tokens that were scored.
 """
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -22,6 +23,9 @@ from wide.config import to_dataclass
 from wide.model import RoutedModel
 from wide.options import ModelConfig
 from wide.routing import KINDS, RoutingStats
+
+NO_BARS = bool(os.environ.get("TQDM_DISABLE"))
+"""The harness says so to each of its bars itself, so they do not ask the variable."""
 
 ARGUMENTS = ("wide", "pretrained", "sparsity", "dense", "precision", "max_length")
 
@@ -85,13 +89,16 @@ class WideLM(HFLM):
         with self._mode():
             return super()._model_generate(context, max_length, stop, **settings)
 
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm or NO_BARS)
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
         for _, context, continuation in requests:
             self._note(context, continuation)
-        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        return super()._loglikelihood_tokens(requests, disable_tqdm or NO_BARS, override_bs)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        texts = super().generate_until(requests, disable_tqdm)
+        texts = super().generate_until(requests, disable_tqdm or NO_BARS)
         for request, text in zip(requests, texts, strict=True):
             if text:
                 self._note(self.tok_encode(request.args[0]), self.tok_encode(text, add_special_tokens=False))
