@@ -78,7 +78,7 @@ def execute(config: Config, action: ModuleType, run_dir: Path) -> None:
             action.check(part)
             folder.mkdir(exist_ok=True)  # every rank comes by here
             claim_folder(folder, part)
-        execute_part(part, action, folder)
+        execute_part(part, action, folder, "/".join((run_dir.name, *folder.relative_to(run_dir).parts)))
 
 
 def parts(config: Config) -> list[Config]:
@@ -97,8 +97,8 @@ def parts(config: Config) -> list[Config]:
     return [second] if start else [first, second]
 
 
-def execute_part(config: Config, action: ModuleType, run_dir: Path) -> None:
-    row = results.base_row(config.to_dict(), run_dir.name, results.command_line(), results.environment_report())
+def execute_part(config: Config, action: ModuleType, run_dir: Path, run_id: str) -> None:
+    row = results.base_row(config.to_dict(), run_id, results.command_line(), results.environment_report())
     try:
         leave(config.results_file, run_dir, results.finished(row, action.run(config)))
     except BaseException as error:

@@ -149,7 +149,8 @@ def test_pictures_of_the_committed_rows(tmp_path):
 
 
 def test_speed_is_that_of_the_run_itself():
-    quality = pd.DataFrame({"run_id": ["r1", "r2"], "routed_perplexity": [40.0, 50.0]})
+    folders = [{"output_dir": f"outputs/x/{name}"} for name in ("r1", "r1/lora")]
+    quality = pd.DataFrame({"config": folders, "routed_perplexity": [40.0, 50.0]})
     common = {"masks": "learned", "phase": "decode"}
     measurements = [common | {"tokens": t, "speedup_over_engine_dense": s} for t, s in ((1024, 1.2), (8192, 1.5))]
     measurements.append({"phase": "decode", "tokens": 32768, "speedup_over_engine_dense": 1.0})

@@ -38,10 +38,11 @@ def with_speed(rows: pd.DataFrame, quality: pd.DataFrame) -> list[tuple[float, f
     """(speed, perplexity) of runs that a latency row timed with their own learned masks, at its longest context."""
     found = []
     for run in rows[rows["action"] == "latency"].to_dict("records"):
-        timed = Path(run["config"]["bench"]["checkpoint"]).parts
+        timed = Path(run["config"]["bench"]["checkpoint"])
         points = [m for m in run["measurements"] if m.get("masks") == "learned" and m["phase"] == "decode"]
         for row in quality.to_dict("records"):
-            if points and row["run_id"] in timed:
+            folder = Path(row["config"]["output_dir"])
+            if points and timed in (folder, folder / "checkpoint"):
                 longest = max(points, key=lambda point: point["tokens"])
                 found.append((longest["speedup_over_engine_dense"], row["routed_perplexity"]))
     return found

@@ -66,7 +66,7 @@ class Table:
 
     @property
     def runs(self) -> dict[str, str]:
-        """Run id to command of every run behind the table, in the order of first use."""
+        """Run to command of every run behind the table, in the order of first use."""
         found: dict[str, str] = {}
         for row in self.cells:
             for cell in row:
@@ -76,7 +76,7 @@ class Table:
 
 def figure(rows: pd.DataFrame, column: Column, published: Published | None = None) -> Cell:
     """The cell for the selected rows: mean and standard deviation over seeds; missing or failed where there is none."""
-    runs = tuple(rows["run_id"]) if len(rows) else ()
+    runs = tuple(rows["run"]) if len(rows) else ()
     commands = tuple(rows["command"]) if len(rows) else ()
     common = {"published": published, "runs": runs, "commands": commands}
     if len(rows) and (rows["status"] == "failed").all():
@@ -85,7 +85,7 @@ def figure(rows: pd.DataFrame, column: Column, published: Published | None = Non
     if values.empty:
         return Cell(status=MISSING, published=published)
     kept = rows.loc[values.index]
-    common |= {"runs": tuple(kept["run_id"]), "commands": tuple(kept["command"])}
+    common |= {"runs": tuple(kept["run"]), "commands": tuple(kept["command"])}
     values = values.astype(float) * column.scale
     spread = float(values.std()) if len(values) > 1 else None
     return Cell(float(values.mean()), spread, len(values), **common)
@@ -187,7 +187,7 @@ def records(table: Table) -> list[dict]:
                     "difference": cell.difference,
                     "band": published.band if published else None,
                     "verdict": cell.verdict,
-                    "run_ids": " ".join(cell.runs),
+                    "run_ids": "; ".join(cell.runs),
                     "commands": "; ".join(cell.commands),
                 }
             )

@@ -27,7 +27,7 @@ def build(rows: pd.DataFrame) -> list[Table]:
     timed = rows[rows["action"] == "latency"]
     for run in timed.to_dict("records"):
         if run["status"] == "failed":
-            cell = Cell(status="failed", runs=(run["run_id"],), commands=(run["command"],))
+            cell = Cell(status="failed", runs=(run["run"],), commands=(run["command"],))
             table.add((str(run["model"]), str(run["device"]), *[""] * 6, "no"), [cell] * len(COLUMNS))
             continue
         for row in run["measurements"]:
@@ -53,4 +53,4 @@ def cell_of(row: dict, run: dict, column: Column) -> Cell:
         paper = published(spec, f"speedup_{row['phase']}")
     if value is None:
         return Cell(status="none", published=paper)
-    return Cell(float(value), None, 1, paper, runs=(run["run_id"],), commands=(run["command"],))
+    return Cell(float(value), None, 1, paper, runs=(run["run"],), commands=(run["command"],))

@@ -58,7 +58,7 @@ def load(paths: str | Path | list[str] = DEFAULT_ROWS) -> pd.DataFrame:
     return frame if len(frame) else pd.DataFrame(columns=[*(field.name for field in fields(Spec)), *_ALWAYS])
 
 
-_ALWAYS = ("status", "variant", "changes", "finished", "run_id", "command", "action")
+_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action")
 
 
 def _derive(row: dict) -> list[dict]:
@@ -75,6 +75,7 @@ def _derive(row: dict) -> list[dict]:
         "ffn_group": method.get("ffn_group_size"),
         "stage": stage.get("name"),
         "variant": _variant(config),
+        "run": f"{row['run_id']}, {row['config_hash']}",  # jobs of two sweeps may have the same id
         "matched": "equal" if equal else method.get("budget_price", "mean"),
         "percent": _percent(0.0 if row.get("method") == "dense" else row.get("asked_sparsity")),
         "trained_percent": _percent(row.get("asked_sparsity")),
