@@ -32,5 +32,6 @@ def layer_cell(found: pd.DataFrame, column: Column, layer: int) -> Cell:
     """Skipped share of one kind in one layer, from the rows' `layout`."""
     metric = f"layout_{column.metric}_{layer}"
     layouts = found["layout"] if "layout" in found else pd.Series([None] * len(found), index=found.index)
-    values = [100 * x[column.metric][layer - 1] if isinstance(x, dict) else None for x in layouts]
+    kept = [x[column.metric] if isinstance(x, dict) else [] for x in layouts]
+    values = [100 * shares[layer - 1] if layer <= len(shares) else None for shares in kept]
     return figure(found.assign(**{metric: values}), Column(column.name, metric), published(PAPER, metric))
