@@ -34,7 +34,7 @@ def row_block_descriptor(matrix: torch.Tensor, block_rows: int, block_cols: int)
 def row_pair_descriptor(
     first: torch.Tensor, second: torch.Tensor, block_rows: int, block_cols: int
 ) -> tuple[TensorDescriptor | None, bool]:
-    """A descriptor of [2, rows, cols] blocks that hold the same block of two matrices, and whether `second` comes first.
+    """A descriptor of [2, rows, cols] blocks, the same block of two matrices, and whether `second` comes first in it.
 
     The matrices may lie anywhere: the outer stride is the distance of their addresses, which the copy engine takes
     as any multiple of 16 bytes below 2^40. One wide tile then feeds one wide matrix instruction.

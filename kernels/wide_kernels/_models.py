@@ -73,3 +73,20 @@ def ffn_shapes() -> list[dict]:
         for shape in MODELS.values()
         for size in _ffn_groups(shape)
     ]
+
+
+# queries and keys of a prompt or chunk; batch and keys of a cache
+PROMPTS = ((128, 128), (512, 512), (1024, 1024), (4096, 4096), (16384, 16384), (512, 4096), (2048, 16384))
+CACHES = ((1, 1024), (1, 4096), (1, 32768), (4, 8192), (16, 2048), (16, 16384))
+
+
+def attention_shapes(operator: str) -> list[dict]:
+    """Batch, queries, keys, heads, kv heads and head size of every model's attention calls."""
+    calls = [(1, *prompt) for prompt in PROMPTS]
+    if operator == "attention_decode":
+        calls = [(batch, 1, keys) for batch, keys in CACHES]
+    return [
+        {"model": shape.name, "batch": batch, "queries": queries, "keys": keys, "H": shape.num_heads,
+         "K": shape.num_kv_heads, "D": shape.head_size}
+        for shape in MODELS.values() for batch, queries, keys in calls
+    ]  # fmt: skip

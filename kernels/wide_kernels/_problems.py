@@ -22,6 +22,15 @@ OPERATORS = ("gemm_mn", "gate_up", "gemm_k", "ffn")
 CHECKED_TOKENS = 128
 
 
+def exact_keep_mask(num_tokens: int, num_groups: int, keep: float, seed: int = 1) -> torch.Tensor:
+    """A random bool[T, G] on the GPU with exactly round(keep * T * G) True, wherever they fall."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    order = torch.rand(num_tokens * num_groups, device="cuda", generator=generator).argsort()
+    mask = torch.zeros(num_tokens * num_groups, dtype=torch.bool, device="cuda")
+    mask[order[: round(keep * mask.numel())]] = True
+    return mask.view(num_tokens, num_groups)
+
+
 @dataclass
 class Problem:
     """Operator, N output and K input channels (`ffn`: N = FFN width, K = hidden), group width, mask bool[T, G].

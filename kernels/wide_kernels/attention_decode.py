@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ._launch import can_chain, chain_option, refuse_gradient, runs_triton
+from .attention_dense import check_skipped, route_of, run_dense
 from .gqa import LOG2_E, HeadGroups, check_call, reference
 from .gqa_decode import merge_kernel, split_kernel
 
@@ -80,9 +81,13 @@ def run_triton(
         BLOCK_M=max(16, triton.next_power_of_2(sizes.heads)), num_warps=split.warps, num_stages=split.stages, **shape,
     )  # fmt: skip
     merged = min(128, max(16, triton.next_power_of_2(2 * programs // sizes.num_items)))
-    merge_kernel[(sizes.num_items, sizes.heads)](
-        *rows, parts, stats, out, *mask_strides, *limits, SPLITS=merged, num_warps=4, **shape, **chain_option(chained)
-    )
+    columns = min(32, shape["BLOCK_D"])  # narrow, so that one long item is merged by many programs
+    grid = (sizes.num_items, sizes.heads, shape["BLOCK_D"] // columns)
+    merge_kernel[grid](
+        *rows, parts, stats, out, *mask_strides, scale * LOG2_E, *limits, SPLITS=merged, num_warps=4,
+        **(shape | {"BLOCK_D": columns}),
+        **chain_option(chained),
+    )  # fmt: skip
     return out
 
 
@@ -96,13 +101,18 @@ def decode_op(
     key_length: Tensor | None,
     window: int | None,
     scale: float,
+    route: str,
+    zeros: bool,
 ) -> Tensor:
-    run = run_triton if runs_triton(q) else reference
-    return run(q, k, v, keep_mask, key_start, key_length, window, scale)
+    if not runs_triton(q):
+        return reference(q, k, v, keep_mask, key_start, key_length, window, scale)
+    if route == "dense":
+        return run_dense(q, k, v, keep_mask, scale, zeros)
+    return run_triton(q, k, v, keep_mask, key_start, key_length, window, scale)
 
 
 @decode_op.register_fake
-def decode_fake(q, k, v, keep_mask, key_start, key_length, window, scale):
+def decode_fake(q, k, v, keep_mask, key_start, key_length, window, scale, route, zeros):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -115,6 +125,10 @@ def attention_decode(
     key_length: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    *,
+    skipped: str = "zeros",
+    expected_keep: float = 0.5,
+    route: str | None = None,
 ) -> Tensor:
     """Attention of one token a row over a static cache; only active head groups read their KV heads.
 
@@ -127,6 +141,7 @@ def attention_decode(
         key_length: int32 [B], keys in the cache with the current token's own, at most Tk; None is Tk.
         window: keys the token sees, itself included (sliding window); None is all.
         scale: positive softmax scale; None is 1 / sqrt(D).
+        skipped, expected_keep, route: as in `attention_prefill`.
 
     Returns:
         [B, 1, H, D] contiguous, in the dtype of `q`; inactive groups and rows without keys are exact zeros, and what
@@ -137,9 +152,25 @@ def attention_decode(
         RuntimeError: a gradient is asked for.
     """
     HeadGroups.of(q, k, v, keep_mask)
+    check_skipped(skipped)
     refuse_gradient("attention_decode", q, k, v)
     check_call(q, key_start, key_length, window)
     if q.shape[1] != 1:
         raise ValueError(f"attention_decode takes one token a row, got {q.shape[1]}; use attention_prefill")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return decode_op(q, k, v, keep_mask, key_start, key_length, window, scale)
+    route = route_of("attention_decode", q, k, key_start, key_length, window, expected_keep, route)
+    return decode_op(q, k, v, keep_mask, key_start, key_length, window, scale, route, skipped == "zeros")
+
+
+def cases():
+    """Head geometries, odd sizes, spans, extreme masks, strides, both routes (see `_attention_cases`)."""
+    from ._attention_cases import decode_cases
+
+    return decode_cases()
+
+
+def bench_shapes() -> list[dict]:
+    """Caches of the benchmarked models."""
+    from ._models import attention_shapes
+
+    return attention_shapes("attention_decode")

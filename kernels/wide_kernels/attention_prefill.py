@@ -11,20 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._launch import can_chain, chain_option, refuse_gradient, runs_triton
+from .attention_dense import check_skipped, route_of, run_dense
 from .gqa import LOG2_E, HeadGroups, check_call, reference
-from .gqa_prefill import partition_kernel, prefill_kernel, zero_kernel
-
-DENSE_BACKENDS = (
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+from .gqa_prefill import partition_kernel, prefill_kernel
 
 
 @dataclass(frozen=True)
@@ -108,21 +100,6 @@ def run_triton(
     return out
 
 
-def run_dense(q: Tensor, k: Tensor, v: Tensor, keep_mask: Tensor, scale: float) -> Tensor:
-    """The library's causal attention over whole rows (Tq = Tk), then zeros in the inactive ones."""
-    sizes = HeadGroups.of(q, k, v, keep_mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(list(DENSE_BACKENDS), set_priority=True):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    out = out.transpose(1, 2).contiguous()
-    num_tokens, width = sizes.batch * sizes.num_tokens, sizes.group_size * sizes.head_size
-    block_w = min(512, triton.next_power_of_2(width))
-    zero_kernel[(triton.cdiv(num_tokens, 32), sizes.num_groups)](
-        out, keep_mask.contiguous(), num_tokens, NUM_GROUPS=sizes.num_groups, WIDTH=width, BLOCK_T=32, BLOCK_W=block_w
-    )
-    return out
-
-
 @torch.library.custom_op("wide_kernels::attention_prefill", mutates_args=())
 def prefill_op(
     q: Tensor,
@@ -133,13 +110,18 @@ def prefill_op(
     key_length: Tensor | None,
     window: int | None,
     scale: float,
+    route: str,
+    zeros: bool,
 ) -> Tensor:
-    run = run_triton if runs_triton(q) else reference
-    return run(q, k, v, keep_mask, key_start, key_length, window, scale)
+    if not runs_triton(q):
+        return reference(q, k, v, keep_mask, key_start, key_length, window, scale)
+    if route == "dense":
+        return run_dense(q, k, v, keep_mask, scale, zeros)
+    return run_triton(q, k, v, keep_mask, key_start, key_length, window, scale)
 
 
 @prefill_op.register_fake
-def prefill_fake(q, k, v, keep_mask, key_start, key_length, window, scale):
+def prefill_fake(q, k, v, keep_mask, key_start, key_length, window, scale, route, zeros):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -152,6 +134,10 @@ def attention_prefill(
     key_length: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    *,
+    skipped: str = "zeros",
+    expected_keep: float = 0.5,
+    route: str | None = None,
 ) -> Tensor:
     """Causal attention of the active (token, head group) rows; inactive ones are exact zeros.
 
@@ -164,6 +150,11 @@ def attention_prefill(
         key_length: int32 [B], end of a row's valid keys, at most Tk; None is Tk. The queries are its last Tq positions.
         window: keys a query sees, itself included (sliding window); None is all.
         scale: positive softmax scale; None is 1 / sqrt(D).
+        skipped: what inactive rows hold: "zeros", or "undefined" (the caller never reads them).
+        expected_keep: the share of True the caller expects, 0..1; only steers the dispatch, for the host never reads
+            the mask. Near 1 the library's dense attention is faster.
+        route: "skip" or "dense" overrides the measured table. Dense needs the plain causal case: no key_start, no
+            key_length, no window (the library would need a mask of Tq x Tk); other calls always skip.
 
     Returns:
         [B, Tq, H, D] contiguous, in the dtype of `q`. A row with no key to see is zeros, and what the keys outside
@@ -174,7 +165,24 @@ def attention_prefill(
         RuntimeError: a gradient is asked for.
     """
     HeadGroups.of(q, k, v, keep_mask)
+    check_skipped(skipped)
     refuse_gradient("attention_prefill", q, k, v)
     check_call(q, key_start, key_length, window)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return prefill_op(q, k, v, keep_mask, key_start, key_length, window, scale)
+    operator = "attention_prefill" if q.shape[1] == k.shape[1] else "attention_chunk"
+    route = route_of(operator, q, k, key_start, key_length, window, expected_keep, route)
+    return prefill_op(q, k, v, keep_mask, key_start, key_length, window, scale, route, skipped == "zeros")
+
+
+def cases():
+    """Head geometries, odd sizes, spans, extreme masks, strides, both routes (see `_attention_cases`)."""
+    from ._attention_cases import prefill_cases
+
+    return prefill_cases()
+
+
+def bench_shapes() -> list[dict]:
+    """Prompts and chunks of the benchmarked models."""
+    from ._models import attention_shapes
+
+    return attention_shapes("attention_prefill")

@@ -45,8 +45,15 @@ def choose(operator: str, x: torch.Tensor, weight: torch.Tensor, layout: Routing
     """The plan for one call, from shapes, dtype and `layout.expected_keep` alone (never from the mask's values)."""
     if not runs_triton(x) or x.dtype == torch.float32:
         return DENSE
+    return rule_for(operator, x, x.shape[0], weight.numel(), group_size, layout.expected_keep)
+
+
+def rule_for(
+    operator: str, x: torch.Tensor, num_tokens: int, weight_size: int, group_size: int, expected_keep: float
+) -> Plan:
+    """What the table of the card that holds `x` says."""
     rules = _rules(torch.cuda.get_device_name(x.device) if x.is_cuda else "interpreter")
-    return pick(rules, operator, x.shape[0], weight.numel(), group_size, layout.expected_keep)
+    return pick(rules, operator, num_tokens, weight_size, group_size, expected_keep)
 
 
 def pick(

@@ -242,18 +242,15 @@ def _gemm_mn_kernel(
         else:
             a = tl.load(x_pointers + start, mask=(k < num_inputs - start)[None, :], other=0.0)
         if FUSED:
-            b = _pair_block(
-                w, w_up, row, start, num_channels, num_inputs, stride_w, stride_up, BULK, BLOCK_N, BLOCK_K
-            )
+            b = _pair_block(w, w_up, row, start, num_channels, num_inputs, stride_w, stride_up, BULK, BLOCK_N, BLOCK_K)
         else:
             b = weight_block(w, row, start, num_channels, num_inputs, stride_w, BULK, BLOCK_N, BLOCK_K)
         acc = mma(a, b, acc, "ieee")
     if FUSED:
         lower, upper = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        if SWAPPED:
-            result = upper / (1.0 + tl.exp(-upper)) * lower
-        else:
-            result = lower / (1.0 + tl.exp(-lower)) * upper
+        gate = upper if SWAPPED else lower
+        up = lower if SWAPPED else upper
+        result = gate / (1.0 + tl.exp(-gate)) * up
     else:
         result = acc
     if HAS_BIAS:

@@ -141,9 +141,9 @@ def split_kernel(
         v_mask = inside[:, None] & in_head[None]
         v = tl.load(v_ptr + rows[:, None] * stride_vt + d[None] * stride_vd, mask=v_mask, other=0.0)
         s = tl.where(inside[None], mma(q, k, zero, PRECISION), -float("inf"))
-        peak = tl.maximum(m, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - peak[:, None])
-        decay = tl.exp2(m - peak)
+        peak = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2((s - peak[:, None]) * scale)  # the difference first: the weights that count lose nothing
+        decay = tl.exp2((m - peak) * scale)
         den = den * decay + tl.sum(p, 1)
         acc = mma(narrow(p, v.dtype), v, acc * decay[:, None], PRECISION)
         m = peak
@@ -164,6 +164,7 @@ def merge_kernel(
     out_ptr,  # [B, 1, H, D] contiguous
     stride_mb,
     stride_mg,
+    scale,
     num_keys,
     window,
     num_items,
@@ -178,7 +179,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """One head of one item: weigh its splits by their peaks, in program order."""
+    """BLOCK_D columns of one head of one item: weigh its splits by their peaks, in program order."""
     item, head = tl.program_id(0), tl.program_id(1)
     _, ends = work_list(
         keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items, num_programs,
@@ -188,7 +189,7 @@ def merge_kernel(
     last = at(ends, item, ITEMS)
     if CHAINED:
         tl.extra.cuda.gdc_wait()
-    d = tl.arange(0, BLOCK_D)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
     m = tl.full([1], -float("inf"), tl.float32)
     den = tl.zeros([1], tl.float32)
@@ -201,8 +202,8 @@ def merge_kernel(
         part_row = part_ptr + (program * HEADS + head) * HEAD_SIZE
         parts = tl.load(part_row[:, None] + d[None], mask=valid[:, None] & in_head[None], other=0.0)
         peak = tl.maximum(m, tl.max(peaks, 0))
-        weight = tl.exp2(peaks - peak)
-        decay = tl.exp2(m - peak)
+        weight = tl.exp2((peaks - peak) * scale)
+        decay = tl.exp2((m - peak) * scale)
         den = den * decay + tl.sum(weight * sums, 0)
         acc = acc * decay + tl.sum(weight[:, None] * parts, 0)
         m = peak

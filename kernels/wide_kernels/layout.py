@@ -35,7 +35,8 @@ class RoutingLayout:
         """What a route reads.
 
         "dense": nothing.
-        "one_token": active_groups int32[G] (groups that a token runs, ascending, then the others), their number int32[1].
+        "one_token": active_groups int32[G] (groups that a token runs, ascending, then the others) and how many are
+        active, int32[1].
         "skip": counts int32[G] (tokens that run the group), rows int32[G, T] (those tokens, ascending, then the
         others from the back).
         "skip" with a `set_size` in 1..8: set_rows int32[S, T] (tokens by the Gray rank of their pattern in the set,

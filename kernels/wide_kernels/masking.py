@@ -44,22 +44,23 @@ def _sweep(first, second, out, keep_mask, group_size, gated: bool) -> None:
     block = min(1024, triton.next_power_of_2(num_channels))
     num_groups = triton.cdiv(num_channels, group_size)
     _sweep_kernel[(num_tokens, triton.cdiv(num_channels, block))](
-        first, second, out, first if keep_mask is None else keep_mask, num_channels, num_groups, group_size,
-        first.stride(0), second.stride(0), out.stride(0), GATED=gated, MASKED=keep_mask is not None, BLOCK=block,
+        first, second, out, first if keep_mask is None else keep_mask, num_channels, num_groups,
+        first.stride(0), second.stride(0), out.stride(0), GROUP=group_size, GATED=gated,
+        MASKED=keep_mask is not None, BLOCK=block,
     )  # fmt: skip
 
 
 @triton.jit
 def _sweep_kernel(
-    first, second, out, keep, num_channels, num_groups, group_size, stride_first, stride_second, stride_out,
-    GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    first, second, out, keep, num_channels, num_groups, stride_first, stride_second, stride_out,
+    GROUP: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
     runs = inside
     if MASKED:
-        on = tl.load(keep + token * num_groups + channel // group_size, mask=inside, other=0)
+        on = tl.load(keep + token * num_groups + channel // GROUP, mask=inside, other=0)
         runs = inside & (on != 0)
     value = tl.load(first + token * stride_first + channel, mask=runs, other=0.0).to(tl.float32)
     if GATED:

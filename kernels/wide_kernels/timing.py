@@ -4,6 +4,7 @@ Each variant is captured once for every buffer set; the sets together are severa
 finds its weights and activations in memory, as in a model. A replay's time over the number of sets is one sample.
 """
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +22,21 @@ def num_buffer_sets(bytes_per_set: int) -> int:
     return max(2, min(32, -(-COLD_BYTES // max(bytes_per_set, 1))))
 
 
-def measure(variants: dict[str, Variant], num_replays: int = 11, budget_ms: float = 60.0) -> dict[str, float]:
+def measure(variants: dict[str, Variant], num_replays: int = 11, budget_ms: float = 120.0) -> dict[str, float]:
     """Median milliseconds of one call of each variant; a variant is one closure per buffer set.
 
-    Replays of the variants alternate, so that clocks and temperature move all of them alike. `budget_ms` lowers the
-    number of replays (to no fewer than 3) for long calls.
+    Replays of the variants alternate, and so does their order, so that clocks and temperature move all of them
+    alike. `budget_ms` lowers the number of replays (to no fewer than 5) for long calls.
     """
     graphs = {name: _capture(calls) for name, calls in variants.items()}
     once = sum(_replay(graph) for graph in graphs.values())
-    rounds = max(3, min(num_replays, int(budget_ms / max(once, 1e-3))))
+    rounds = max(5, min(num_replays, int(budget_ms / max(once, 1e-3))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(graphs)
     for _ in range(rounds):
-        for name, graph in graphs.items():
-            samples[name].append(_replay(graph) / len(variants[name]))
+        for name in order:
+            samples[name].append(_replay(graphs[name]) / len(variants[name]))
+        order.reverse()
     return {name: median(times) for name, times in samples.items()}
 
 
@@ -72,11 +75,14 @@ def measure_eager(call: Callable[[], torch.Tensor], num_calls: int = 5) -> float
 
 
 def provenance(command: str) -> dict[str, str]:
-    """Card, versions, revision and command of a row."""
+    """Card, versions, command and revision of a row: WIDE_GIT_REVISION, for a copy without git, or the checkout's."""
     here = Path(__file__).parent
-    git = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    revision = os.environ.get("WIDE_GIT_REVISION", "")
+    if not revision:
+        git = subprocess.run(["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        revision = git.stdout.strip() or "unknown"
     return {
         "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-        "cuda": str(torch.version.cuda), "revision": git.stdout.strip() or "unknown", "command": command,
+        "cuda": str(torch.version.cuda), "revision": revision, "command": command,
         "method": "CUDA-graph replay, rotating buffers, interleaved, median",
     }  # fmt: skip

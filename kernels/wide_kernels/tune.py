@@ -3,7 +3,8 @@
 For each operator, weight size and group width, at a random half mask: dense against every candidate tile, over a
 ladder of token counts, layout included. A rule is written where skipping wins by MARGIN; elsewhere no rule means
 dense. A rule also holds the largest keep ratio at which it is still expected to win (time in proportion to it).
-Candidates are compiled first, in --jobs processes. A few minutes on an H200.
+Candidates are compiled first, in --jobs processes. A few minutes on an H200. Attention rules are set by hand from
+`wide_kernels.bench` rows, since their kernels have one tile.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ._problems import Problem
+from ._problems import Problem, exact_keep_mask
 from .dispatch import TABLE_FILE, Plan
 from .timing import measure, provenance
 
@@ -24,6 +25,7 @@ MARGIN = 1.04
 NO_LIMIT = 10**9
 MANY_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 FEW_TOKENS = (1, 2, 4, 8)
+LADDERS = {"all": FEW_TOKENS + MANY_TOKENS, "few": FEW_TOKENS, "many": MANY_TOKENS}
 # operator, N, K: large, middle and small weights of the models in _models
 SIZES = (
     ("gemm_mn", 14336, 4096), ("gemm_mn", 4096, 4096), ("gemm_mn", 1536, 576),
@@ -40,20 +42,30 @@ def candidates(operator: str, group_size: int, num_tokens: int) -> list[Plan]:
         many = [(16, 256, 4, 1), (32, 128, 4, 3), (32, 256, 4, 2)]
         return [Plan("one_token", config) for config in (few if num_tokens == 1 else many)]
     if operator == "gemm_k":
-        tiles = [(128, 256, 64, 2, 8, 4), (128, 128, 64, 4, 4, 3), (128, 128, 64, 4, 8, 3)]
-        return [Plan("skip", tile) for tile in tiles] if group_size >= 256 else []
+        if group_size < 256 or num_tokens < 2048:
+            return []
+        sums = [(4, 16), (5, 16), (5, 32), (7, 16), (8, 16)]  # groups of a set, bits of a partial sum
+        return [Plan("skip", (128, 256, 64, *pair, 8, 4)) for pair in sums]
     if group_size < 64:
-        return [Plan("skip", tile) for tile in ((128, 32, 64, 4, 4), (256, 32, 64, 8, 3))]
-    narrow = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3)]
-    wide = [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4)] if operator == "gemm_mn" and group_size >= 256 else []
-    return [Plan("skip", tile) for tile in wide + (narrow[:2] if wide or operator == "gate_up" else narrow)]
+        return [Plan("skip", tile) for tile in ((128, 32, 64, 16, 4, 4), (256, 32, 64, 8, 8, 3))]
+    if operator == "gate_up":  # two weights, so a tile is twice block_n wide
+        tiles = [
+            (128, 128, 64, 16, 8, 3),
+            (128, 128, 64, 16, 8, 4),
+            (128, 128, 64, 8, 8, 4),
+            (128, 128, 64, 1024, 8, 4),
+        ]
+        return [Plan("skip", tile) for tile in (*tiles, (128, 64, 64, 16, 4, 3))]
+    tiles = [(128, 128, 64, 16, 4, 3), (128, 128, 64, 16, 8, 4), (256, 128, 64, 8, 8, 3), (256, 128, 64, 8, 8, 4)]
+    if group_size >= 256:
+        tiles = [(128, 256, 64, band, 8, stages) for band, stages in ((16, 3), (16, 4), (8, 4), (1024, 4))] + tiles[:2]
+    return [Plan("skip", tile) for tile in tiles]
 
 
 def problem(operator: str, num_outputs: int, num_inputs: int, group_size: int, num_tokens: int) -> Problem:
-    """A random half mask on the GPU for one measurement."""
+    """A random mask with exactly half of it True, on the GPU, for one measurement."""
     pruned = num_inputs if operator == "gemm_k" else num_outputs
-    generator = torch.Generator("cuda").manual_seed(num_tokens)
-    keep_mask = torch.rand(num_tokens, -(-pruned // group_size), device="cuda", generator=generator) < 0.5
+    keep_mask = exact_keep_mask(num_tokens, -(-pruned // group_size), 0.5, seed=num_tokens)
     return Problem(operator, num_outputs, num_inputs, group_size, keep_mask)
 
 
@@ -66,13 +78,13 @@ def compile_share(share: int, num_shares: int, shapes: list[tuple]) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(shapes: list[tuple[str, int, int]], log: Path | None) -> list[dict]:
+def sweep(shapes: list[tuple[str, int, int]], ladder: tuple[int, ...], log: Path | None) -> list[dict]:
     """One record for each operator, size, group width and token count: every candidate's speed-up over dense."""
     records = []
     for operator, num_outputs, num_inputs in shapes:
         pruned = num_inputs if operator == "gemm_k" else num_outputs
         for group_size in (size for size in GROUP_SIZES if pruned % size == 0):
-            for num_tokens in FEW_TOKENS + MANY_TOKENS:
+            for num_tokens in ladder:
                 plans = candidates(operator, group_size, num_tokens)
                 if not plans:
                     continue
@@ -135,7 +147,12 @@ def rules_of(records: list[dict]) -> list[dict]:
                 if step["speedup"] < MARGIN:
                     rule |= {"route": "dense", "config": [], "max_keep": 1.0}
                 rules.append(rule)
-    return sorted(rules, key=lambda r: (r["operator"], -r["min_weight_size"], -r["min_group_size"], r["min_tokens"]))
+    return rules
+
+
+def rule_order(rule: dict) -> tuple:
+    """Larger weights, then wider groups first: the first rule that fits wins."""
+    return rule["operator"], -rule["min_weight_size"], -rule["min_group_size"], rule["min_tokens"]
 
 
 def main(argv: list[str]) -> int:
@@ -143,22 +160,29 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--operators", nargs="*", default=["gemm_mn", "gate_up", "gemm_k"])
+    parser.add_argument("--ladder", choices=LADDERS, default="all", help="token counts to measure; other rules stay")
     parser.add_argument("--table", type=Path, default=TABLE_FILE)
     parser.add_argument("--log", type=Path, default=None, help="every measurement, JSON")
     options = parser.parse_args(argv)
     shapes = [shape for shape in SIZES if shape[0] in options.operators]
+    ladder = LADDERS[options.ladder]
     work = [
         (*shape, group, tokens, plan)
         for shape in shapes for group in GROUP_SIZES if (shape[2] if shape[0] == "gemm_k" else shape[1]) % group == 0
-        for tokens in (1, 2, 128) for plan in candidates(shape[0], group, tokens)
+        for tokens in (1, 2, 2048) if tokens <= max(ladder) and tokens >= min(min(ladder), 2048)
+        for plan in candidates(shape[0], group, tokens)
     ]  # fmt: skip
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_share, range(options.jobs), [options.jobs] * options.jobs, [work] * options.jobs))
-    records = sweep(shapes, options.log)
+    records = sweep(shapes, ladder, options.log)
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     card = torch.cuda.get_device_name()
-    kept = [rule for rule in table.get(card, {}).get("rules", []) if rule["operator"] not in options.operators]
-    table[card] = {"about": provenance("python -m wide_kernels.tune"), "rules": kept + rules_of(records)}
+    kept = [
+        rule for rule in table.get(card, {}).get("rules", [])
+        if rule["operator"] not in options.operators or not min(ladder) <= rule["min_tokens"] <= max(ladder)
+    ]  # fmt: skip
+    rules = sorted(kept + rules_of(records), key=rule_order)
+    table[card] = {"about": provenance("python -m wide_kernels.tune"), "rules": rules}
     options.table.write_text(dumps(table))
     print(json.dumps({"card": card, "measured": len(records), "rules": len(table[card]["rules"])}))
     return 0

@@ -133,7 +133,8 @@ class DLLMProvider(GateProvider):
         cut = ordered.gather(1, count.clamp(max=ordered.shape[1] - 1))[..., None]  # the lowest that stays
         movable = cut < ALWAYS / 2
         if movable.any():
-            self.thresholds[layer, column] += 0.1 * cut[movable].mean()
+            threshold = self.thresholds[layer, column]
+            self.thresholds[layer, column] += torch.where(threshold == 0, 1.0, 0.1) * cut[movable].mean()
         return hard_gate(logits - torch.where(movable, cut, 0.0), torch.zeros_like(logits), self.step.tau)
 
     def penalty(self, targets: dict[str, float], step: int, num_steps: int) -> Tensor:
