@@ -78,12 +78,14 @@ def compile_share(share: int, num_shares: int, shapes: list[tuple]) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(shapes: list[tuple[str, int, int]], ladder: tuple[int, ...], log: Path | None) -> list[dict]:
+def sweep(
+    shapes: list[tuple[str, int, int]], group_sizes: list[int], ladder: tuple[int, ...], log: Path | None
+) -> list[dict]:
     """One record for each operator, size, group width and token count: every candidate's speed-up over dense."""
     records = []
     for operator, num_outputs, num_inputs in shapes:
         pruned = num_inputs if operator == "gemm_k" else num_outputs
-        for group_size in (size for size in GROUP_SIZES if pruned % size == 0):
+        for group_size in (size for size in group_sizes if pruned % size == 0):
             for num_tokens in ladder:
                 plans = candidates(operator, group_size, num_tokens)
                 if not plans:
@@ -160,26 +162,31 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--operators", nargs="*", default=["gemm_mn", "gate_up", "gemm_k"])
+    parser.add_argument("--groups", nargs="+", type=int, default=list(GROUP_SIZES), choices=GROUP_SIZES)
+    parser.add_argument("--min-weight", type=int, default=0, help="only weights of at least N x K; other rules stay")
     parser.add_argument("--ladder", choices=LADDERS, default="all", help="token counts to measure; other rules stay")
     parser.add_argument("--table", type=Path, default=TABLE_FILE)
     parser.add_argument("--log", type=Path, default=None, help="every measurement, JSON")
     options = parser.parse_args(argv)
-    shapes = [shape for shape in SIZES if shape[0] in options.operators]
+    shapes = [s for s in SIZES if s[0] in options.operators and s[1] * s[2] >= options.min_weight]
     ladder = LADDERS[options.ladder]
     work = [
         (*shape, group, tokens, plan)
-        for shape in shapes for group in GROUP_SIZES if (shape[2] if shape[0] == "gemm_k" else shape[1]) % group == 0
+        for shape in shapes for group in options.groups if (shape[2] if shape[0] == "gemm_k" else shape[1]) % group == 0
         for tokens in (1, 2, 2048) if tokens <= max(ladder) and tokens >= min(min(ladder), 2048)
         for plan in candidates(shape[0], group, tokens)
     ]  # fmt: skip
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_share, range(options.jobs), [options.jobs] * options.jobs, [work] * options.jobs))
-    records = sweep(shapes, ladder, options.log)
+    records = sweep(shapes, options.groups, ladder, options.log)
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     card = torch.cuda.get_device_name()
     kept = [
         rule for rule in table.get(card, {}).get("rules", [])
-        if rule["operator"] not in options.operators or not min(ladder) <= rule["min_tokens"] <= max(ladder)
+        if rule["operator"] not in options.operators
+        or not min(ladder) <= rule["min_tokens"] <= max(ladder)
+        or rule["min_group_size"] not in options.groups
+        or rule["min_weight_size"] < options.min_weight
     ]  # fmt: skip
     rules = sorted(kept + rules_of(records), key=rule_order)
     table[card] = {"about": provenance("python -m wide_kernels.tune"), "rules": rules}
