@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
@@ -79,6 +80,8 @@ def execute(config: Config, action: ModuleType, run_dir: Path) -> None:
             folder.mkdir(exist_ok=True)  # every rank comes by here
             claim_folder(folder, part)
         execute_part(part, action, folder, "/".join((run_dir.name, *folder.relative_to(run_dir).parts)))
+        if dist.is_initialized():
+            dist.barrier()  # the next part reads what rank 0 has just written
 
 
 def parts(config: Config) -> list[Config]:
