@@ -199,7 +199,7 @@ def test_f27_missing_and_extra_lora_keys_are_named(tmp_path, change):
 
 def test_merged_weights_are_not_saved_as_if_they_were_stock(tmp_path):
     merged = merge(recovered("llama", "wide"))
-    with pytest.raises(ValueError, match="before merging"):
+    with pytest.raises(ValueError, match="LoRA merged into them"):
         save(tmp_path / "c", merged, "llama", "wide")
     assert not (tmp_path / "c").exists()
 

@@ -6,16 +6,12 @@ from tiny import FAMILIES, routed, stock, tokens
 from training import build_module, fit, tiny_run_config, trained_tensors
 
 from wide.families import enable_activation_checkpointing
-from wide.loss import _compiled_chunk, next_token_labels, token_losses
+from wide.loss import _compiled_chunk, next_token_labels
 from wide.methods import load as load_method
 from wide.options import StageConfig
 from wide.routing import (
-    RoutingStats,
     gate_noise,
     hard_gate,
-    ramped_target,
-    sparsity_distance,
-    temperature,
 )
 from wide.stages.calibrate import Calibrate
 
@@ -220,38 +216,6 @@ def test_schedules_count_optimiser_steps(tmp_path):
     assert max(rates) == pytest.approx(2e-3, rel=0.05) and rates[-1] == pytest.approx(0, abs=1e-9)
 
 
-def test_temperature_and_ramp_end_where_configured():
-    assert temperature(0, 100, 5.0, 0.5) == 5.0 and temperature(99, 100, 5.0, 0.5) == 0.5
-    assert ramped_target(0, 100, 0.5, 0.0) == 0.5 and ramped_target(25, 100, 0.5, 0.5) == 0.25
-
-
-def test_sparsity_distance_by_hand():
-    kept = {"attention": torch.tensor([[6.0, 2.0]]), "ffn": torch.tensor([[8.0, 8.0, 4.0, 0.0]])}
-    stats = RoutingStats(kept, torch.tensor(8))
-    assert float(stats.sparsity("attention")) == 0.5 and float(stats.sparsity("ffn")) == 0.375
-    assert float(stats.total) == 0.4375
-    assert float(sparsity_distance(stats, {"total": 0.5}, "mean", 0.2)) == pytest.approx(0.0625)
-    assert float(sparsity_distance(stats, {"total": 0.5}, "cost", 0.2)) == pytest.approx(0.1)
-    separate = sparsity_distance(stats, {"attention": 0.25, "ffn": 0.5}, "mean", 0.2)
-    assert float(separate) == pytest.approx((0.25 + 0.125) / 2)
-
-
-def test_statistics_count_valid_tokens_only():
-    model = routed("llama")
-    ids = tokens(2, 6)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=mask)
-        together = model.last_stats()
-        model(input_ids=ids[:1])
-        apart = model.last_stats()
-        model(input_ids=ids[1:, 2:])
-        apart = apart + model.last_stats()
-    assert int(together.num_tokens) == 10
-    for kind in together.kept:
-        assert torch.equal(together.kept[kind], apart.kept[kind])
-
-
 def test_an_all_padding_batch_trains_on_nothing_and_stays_finite():
     module = make({})
     texts = batch(2) | {"attention_mask": torch.zeros(2, 12, dtype=torch.long)}
@@ -262,16 +226,6 @@ def test_an_all_padding_batch_trains_on_nothing_and_stays_finite():
     assert float(losses["cross_entropy"]) == 0 and int(module.routed.last_stats().num_tokens) == 0
     for parameter in module.routed.gates.parameters():
         assert parameter.grad is None or torch.isfinite(parameter.grad).all()
-
-
-def test_token_losses_equal_the_stock_models_loss(monkeypatch):
-    monkeypatch.setattr("wide.loss.CHUNK_LOGITS", 7 * 199)
-    model, ids = stock("llama"), tokens(3, 11)
-    expected = model(input_ids=ids, labels=ids).loss
-    hidden = model.model(input_ids=ids)[0]
-    labels = next_token_labels({"input_ids": ids})
-    cross_entropy, _ = token_losses(hidden, model.lm_head, labels)
-    torch.testing.assert_close(cross_entropy / (labels != -100).sum(), expected, atol=1e-5, rtol=0)
 
 
 def test_distillation_equals_the_divergence_computed_at_once():
