@@ -79,6 +79,7 @@ def run_triton(
         scale * LOG2_E, *limits, HEADS_PER_KV=sizes.heads_per_kv,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=max(16, triton.next_power_of_2(sizes.heads)), num_warps=split.warps, num_stages=split.stages, **shape,
+        **chain_option(chained),
     )  # fmt: skip
     merged = min(128, max(16, triton.next_power_of_2(2 * programs // sizes.num_items)))
     columns = min(32, shape["BLOCK_D"])  # narrow, so that one long item is merged by many programs

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from ._launch import runs_triton
+from ._launch import can_chain, chain_option, runs_triton
 from .dispatch import rule_for
 from .gqa import HeadGroups
 from .gqa_prefill import zero_kernel
@@ -76,9 +76,10 @@ def run_dense(q: Tensor, k: Tensor, v: Tensor, keep_mask: Tensor, scale: float, 
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     out = library_attention(q, k, v, scale, list(DENSE_BACKENDS)).contiguous()
     if zeros:
+        chained = can_chain(q)
         num_rows, width = sizes.batch * sizes.num_tokens, sizes.group_size * sizes.head_size
         zero_kernel[(triton.cdiv(num_rows, 32), sizes.num_groups)](
             out, keep_mask.contiguous(), num_rows, NUM_GROUPS=sizes.num_groups, WIDTH=width, BLOCK_T=32,
-            BLOCK_W=min(512, triton.next_power_of_2(width)),
+            BLOCK_W=min(512, triton.next_power_of_2(width)), CHAINED=chained, **chain_option(chained),
         )  # fmt: skip
     return out

@@ -2,7 +2,7 @@
 
 Routes: "dense" (library product, then mask), "skip" (Triton, work only where the mask is on), "one_token" (at most
 eight tokens, reads only active weights). A rule holds from a number of tokens, a group width and a weight size on,
-and up to an expected keep ratio; the first rule that fits wins and no rule means dense. Nothing is timed at a
+and up to an expected keep ratio; the first rule whose sizes fit decides and no rule means dense. Nothing is timed at a
 user's call: `python -m wide_kernels.tune` measures another card and writes its entry.
 """
 
@@ -59,16 +59,15 @@ def rule_for(
 def pick(
     rules: tuple[dict, ...], operator: str, num_tokens: int, weight_size: int, group_size: int, expected_keep: float
 ) -> Plan:
-    """The first rule of `operator` whose ranges hold; dense when there is none."""
+    """The first rule of `operator` whose ranges hold; dense when there is none or more groups run than it allows."""
     for rule in rules:
         if (
             rule["operator"] == operator
             and rule["min_tokens"] <= num_tokens <= rule["max_tokens"]
             and rule["min_group_size"] <= group_size
             and rule["min_weight_size"] <= weight_size
-            and expected_keep <= rule["max_keep"]
         ):
-            return Plan(rule["route"], tuple(rule["config"]))
+            return Plan(rule["route"], tuple(rule["config"])) if expected_keep <= rule["max_keep"] else DENSE
     return DENSE
 
 

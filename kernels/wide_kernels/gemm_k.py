@@ -87,7 +87,7 @@ def _launch(x, weight, bias, set_rows, set_codes, group_size, zeros, config) -> 
     even = group_size % block_k == 0 and num_inputs % group_size == 0
     descriptor = row_block_descriptor(weight, block_n, block_k) if group_size % block_k == 0 else None
     chained = can_chain(x)
-    _sets_kernel[(num_sets * triton.cdiv(num_tokens, block_m) * triton.cdiv(num_outputs, block_n),)](
+    _set_products_kernel[(num_sets * triton.cdiv(num_tokens, block_m) * triton.cdiv(num_outputs, block_n),)](
         x, weight if descriptor is None else descriptor, out if bias is None else bias, parts, set_rows, set_codes,
         num_tokens, num_outputs, num_inputs, x.stride(0), weight.stride(0), GROUP=group_size, SET=set_size,
         HAS_BIAS=bias is not None and num_sets == 1, BULK=descriptor is not None, EVEN=even, ZEROS=zeros and even,
@@ -108,7 +108,7 @@ def _or(a, b):
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _sets_kernel(
+def _set_products_kernel(
     x, w, bias, parts, set_rows, set_codes, num_tokens, num_outputs, num_inputs, stride_x, stride_w,
     GROUP: tl.constexpr, SET: tl.constexpr, HAS_BIAS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
     ZEROS: tl.constexpr, CHAINED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

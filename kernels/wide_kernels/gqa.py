@@ -157,6 +157,17 @@ def mma(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def wait_and_release(CHAINED: tl.constexpr):
+    """Under programmatic dependent launch: wait for the kernel before, then let the next one's programs be placed.
+
+    In this order whatever was written two kernels ago is complete, so the next kernel may read it before its own wait.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to nearest even; the interpreter alone would truncate towards bfloat16."""
     if INTERPRET and tl.bfloat16 == DTYPE:

@@ -8,7 +8,7 @@ their keys, so the load is even whatever the mask. Launched by `attention_decode
 import triton
 import triton.language as tl
 
-from .gqa import mma, narrow
+from .gqa import mma, narrow, wait_and_release
 
 
 @triton.jit
@@ -101,8 +101,7 @@ def split_kernel(
     CHAINED: tl.constexpr,
 ):
     """One split of one item; its partial result lands in the slot of its program number."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(CHAINED)
     blocks, ends = work_list(
         keep_ptr, start_ptr, length_ptr, stride_mb, stride_mg, num_keys, window, num_items, num_programs,
         NUM_GROUPS, UNITS, BLOCK_N, ITEMS,
@@ -187,8 +186,7 @@ def merge_kernel(
     )  # fmt: skip
     first = at(ends, item - 1, ITEMS)
     last = at(ends, item, ITEMS)
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
+    wait_and_release(CHAINED)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
     m = tl.full([1], -float("inf"), tl.float32)

@@ -8,7 +8,7 @@ after FlashAttention (arXiv 2205.14135), base 2, float32. Launched by `attention
 import triton
 import triton.language as tl
 
-from .gqa import mma, narrow
+from .gqa import mma, narrow, wait_and_release
 
 
 @triton.jit
@@ -215,8 +215,10 @@ def zero_kernel(
     WIDTH: tl.constexpr,  # columns of a group, its heads times D
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Zero the inactive rows of one group in a dense result; nothing is written where all are active."""
+    wait_and_release(CHAINED)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     group = tl.program_id(1)
     offset = token.to(tl.int64) * NUM_GROUPS + group

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .gqa import mma, narrow
+from ._launch import can_chain, chain_option
+from .gqa import mma, narrow, wait_and_release
 
 
 def launch_mn(x, weight, up_weight, bias, keep_mask, active_groups, num_active, group_size, config) -> torch.Tensor:
@@ -22,14 +23,15 @@ def launch_mn(x, weight, up_weight, bias, keep_mask, active_groups, num_active, 
     if num_tokens > 1:
         block_n, block_k = max(16, block_n), 16 if x.dtype == torch.float32 else block_k  # short chains, see `mma`
     out = torch.empty(num_tokens, num_channels, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(group_size, block_n)
+    tiles, chained = triton.cdiv(group_size, block_n), can_chain(x)
     _one_token_mn_kernel[(num_groups * tiles,)](
         x, weight, up_weight if up_weight is not None else weight, bias if bias is not None else out, out, keep_mask,
         active_groups, num_active, num_tokens, num_channels, num_inputs, num_groups, group_size, x.stride(0),
         weight.stride(0), (up_weight if up_weight is not None else weight).stride(0),
         FUSED=up_weight is not None, HAS_BIAS=bias is not None, SINGLE=num_tokens == 1,
         EVEN=num_inputs % block_k == 0 and group_size % block_n == 0 and num_channels % group_size == 0,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_N=block_n, BLOCK_K=block_k, CHAINED=chained, num_warps=num_warps, num_stages=num_stages,
+        **chain_option(chained),
     )  # fmt: skip
     return out
 
@@ -44,11 +46,13 @@ def launch_k(x, weight, bias, keep_mask, active_groups, num_active, group_size, 
     out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
     # Runs of `run` columns lie in one group: what a vector load may rely on.
     run = max(size for size in (1, 2, 4, 8, 16) if group_size % size == 0)
+    chained = can_chain(x)
     _one_token_k_kernel[(triton.cdiv(num_outputs, block_n),)](
         x, weight, bias if bias is not None else out, out, keep_mask, active_groups, num_active,
         num_tokens, num_outputs, num_inputs, num_groups, x.stride(0), weight.stride(0),
         GROUP=group_size, RUN=run, HAS_BIAS=bias is not None, SINGLE=num_tokens == 1,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
+        BLOCK_N=block_n, BLOCK_K=block_k, CHAINED=chained, num_warps=num_warps, num_stages=num_stages,
+        **chain_option(chained),
     )  # fmt: skip
     return out
 
@@ -65,8 +69,9 @@ def _weights(pointers, ok, EVEN: tl.constexpr):
 def _one_token_mn_kernel(
     x, w, w_up, bias, out, keep, active_groups, num_active, num_tokens, num_channels, num_inputs, num_groups,
     group_size, stride_x, stride_w, stride_up, FUSED: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait_and_release(CHAINED)
     tiles = tl.cdiv(group_size, BLOCK_N)
     group = tl.load(active_groups + tl.program_id(0) // tiles)
     n = (tl.program_id(0) % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -123,8 +128,9 @@ def _one_token_mn_kernel(
 def _one_token_k_kernel(
     x, w, bias, out, keep, active_groups, num_active, num_tokens, num_outputs, num_inputs, num_groups,
     stride_x, stride_w, GROUP: tl.constexpr, RUN: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    wait_and_release(CHAINED)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < num_outputs
     k = tl.arange(0, BLOCK_K)

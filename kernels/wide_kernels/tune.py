@@ -3,8 +3,8 @@
 For each operator, weight size and group width, at a random half mask: dense against every candidate tile, over a
 ladder of token counts, layout included. A rule is written where skipping wins by MARGIN; elsewhere no rule means
 dense. A rule also holds the largest keep ratio at which it is still expected to win (time in proportion to it).
-Candidates are compiled first, in --jobs processes. A few minutes on an H200. Attention rules are set by hand from
-`wide_kernels.bench` rows, since their kernels have one tile.
+Candidates are compiled first, in --jobs processes. A few minutes on an H200. Attention has one tile and is measured
+by `_tune_attention`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from . import _tune_attention
 from ._problems import Problem, exact_keep_mask
 from .dispatch import TABLE_FILE, Plan
 from .timing import measure, provenance
@@ -161,7 +162,8 @@ def main(argv: list[str]) -> int:
     """Compile, measure, write the table and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--operators", nargs="*", default=["gemm_mn", "gate_up", "gemm_k"])
+    every = ["gemm_mn", "gate_up", "gemm_k", *_tune_attention.OPERATORS]
+    parser.add_argument("--operators", nargs="+", default=every, choices=every)
     parser.add_argument("--groups", nargs="+", type=int, default=list(GROUP_SIZES), choices=GROUP_SIZES)
     parser.add_argument("--min-weight", type=int, default=0, help="only weights of at least N x K; other rules stay")
     parser.add_argument("--ladder", choices=LADDERS, default="all", help="token counts to measure; other rules stay")
@@ -179,19 +181,25 @@ def main(argv: list[str]) -> int:
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_share, range(options.jobs), [options.jobs] * options.jobs, [work] * options.jobs))
     records = sweep(shapes, options.groups, ladder, options.log)
+    attention = _tune_attention.sweep([name for name in options.operators if name in _tune_attention.OPERATORS])
+    if options.log is not None:
+        options.log.write_text(json.dumps(records + attention))
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     card = torch.cuda.get_device_name()
-    kept = [
-        rule for rule in table.get(card, {}).get("rules", [])
-        if rule["operator"] not in options.operators
-        or not min(ladder) <= rule["min_tokens"] <= max(ladder)
-        or rule["min_group_size"] not in options.groups
-        or rule["min_weight_size"] < options.min_weight
-    ]  # fmt: skip
-    rules = sorted(kept + rules_of(records), key=rule_order)
-    table[card] = {"about": provenance("python -m wide_kernels.tune"), "rules": rules}
+
+    def stays(rule: dict) -> bool:
+        if rule["operator"] not in options.operators:
+            return True
+        if rule["operator"] in _tune_attention.OPERATORS:
+            return False
+        measured = min(ladder) <= rule["min_tokens"] <= max(ladder) and rule["min_group_size"] in options.groups
+        return not measured or rule["min_weight_size"] < options.min_weight
+
+    kept = [rule for rule in table.get(card, {}).get("rules", []) if stays(rule)]
+    rules = sorted(kept + rules_of(records) + _tune_attention.rules_of(attention), key=rule_order)
+    table[card] = {"about": provenance("python -m wide_kernels.tune " + " ".join(argv)), "rules": rules}
     options.table.write_text(dumps(table))
-    print(json.dumps({"card": card, "measured": len(records), "rules": len(table[card]["rules"])}))
+    print(json.dumps({"card": card, "measured": len(records) + len(attention), "rules": len(rules)}))
     return 0
 
 

@@ -6,7 +6,6 @@ their compensation vectors, is added there too. Routing off (`routing=False`) is
 Axes: B batch, T tokens, M = B x T, D hidden, H query heads, K kv heads, G groups, F FFN channels.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from wide_kernels import RoutingLayout, gate_up, gemm_k, gemm_mn, routing_layout
@@ -16,7 +15,7 @@ from wide_kernels.masking import silu_mul
 
 from wide.engine.attention import attend
 from wide.engine.cache import Cache
-from wide.engine.small import TokenScratch, add_norm, decide, rotate_and_store, route_token
+from wide.engine.small import Owed, TokenScratch, add_norm, decide, rotate_and_store, route_token
 from wide.engine.weights import Layer, Routed, Weights
 
 
@@ -60,8 +59,7 @@ class Decoder:
             delta, owed = self._attention(x, layout, layer, index, cache), self._owed(layout, layer.attention)
             residual, x, layout = self._enter(residual, delta, owed, layer.ffn_norm, layer.ffn, cache)
             delta, owed = self._ffn(x, layout, layer), self._owed(layout, layer.ffn)
-        delta = self._pay(delta, owed)
-        _, x, _ = add_norm(residual, delta, self.weights.norm, self.weights.eps)
+        _, x, _ = add_norm(residual, delta, self.weights.norm, self.weights.eps, owed)
         return x.unflatten(0, tokens.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ class Decoder:
         return F.linear(hidden, self.weights.head)
 
     def _enter(
-        self, residual: Tensor, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None, norm: Tensor, routed: Routed,
+        self, residual: Tensor, delta: Tensor | None, owed: Owed | None, norm: Tensor, routed: Routed,
         cache: Cache,
     ) -> tuple[Tensor, Tensor, RoutingLayout | None]:  # fmt: skip
         """Add what the last sublayer left, norm, and decide: residual, norm [M, D], layout (None: all groups run)."""
@@ -81,7 +79,7 @@ class Decoder:
             if always:
                 layout.with_kv = TokenLayout(keep, self.expected_keep, active, counts[1:])
             return residual, x, layout
-        residual, x, square = add_norm(residual, self._pay(delta, owed), norm, eps)
+        residual, x, square = add_norm(residual, delta, norm, eps, owed)
         if not self.routing:
             return residual, x, None
         keep = self._keep(residual, square, routed, cache)
@@ -103,21 +101,13 @@ class Decoder:
         """Groups as wide as the query groups that hold the keys and values, when they share the one-token product."""
         return -(-2 * self.kv_width // routed.group_width) if routed.kind == "attention" else 0
 
-    def _owed(self, layout: RoutingLayout | None, routed: Routed) -> tuple[Tensor, Tensor] | None:
-        """Whose vectors are not added, bool [M, G], and the vectors [G, D]."""
+    def _owed(self, layout: RoutingLayout | None, routed: Routed) -> Owed | None:
+        """What the skipped groups leave to the next norm."""
         if layout is None or routed.vectors is None:
             return None
         if routed.router is not None:
             return layout.keep_mask, routed.vectors
         return routed.gates.stands_in(layout.keep_mask.float()) < 0.5, routed.vectors
-
-    def _pay(self, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None) -> Tensor | None:
-        """delta [M, D] plus the vectors of the skipped groups, in place."""
-        if owed is None:
-            return delta
-        keep, vectors = owed
-        skipped = torch.logical_not(keep, out=torch.empty(keep.shape, dtype=delta.dtype, device=keep.device))
-        return delta.addmm_(skipped, vectors)
 
     def _attention(self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache) -> Tensor:
         q, kv = self._project(x, layout, layer)

@@ -10,23 +10,39 @@ Axes: M tokens (B x T), D hidden, G groups, r router rank, H query heads, K kv h
 import torch
 import triton
 from torch import Tensor
-from wide_kernels._launch import runs_triton
+from wide_kernels._launch import can_chain, chain_option, runs_triton
 
 from wide.engine import small_kernels as kernels
 from wide.engine.cache import Cache
 from wide.engine.weights import FoldedRouter, Layer, Routed
 
+Owed = tuple[Tensor, Tensor]
+"""Of the last sublayer: whose vectors are not added, bool [M, G], and the vectors [G, D]."""
 
-def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """residual [M, D] (+ delta) -> the new residual (in place), its RMS norm in the model's dtype, mean square [M]."""
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, owed: Owed | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """residual [M, D] (+ delta, + the vectors of the skipped groups) -> the new residual (in place on a GPU), its RMS
+    norm in the model's dtype, mean square [M]."""
     if runs_triton(residual):
         num_tokens, width = residual.shape
         out, square = torch.empty_like(residual), residual.new_empty(num_tokens, dtype=torch.float32)
+        if owed is not None:
+            keep, vectors = owed
+            kernels.pay_norm_kernel[(triton.cdiv(num_tokens, 16),)](
+                residual, delta, keep.view(torch.uint8), vectors, weight, out, square, num_tokens, width,
+                len(vectors), keep.stride(0), eps, BLOCK_M=16, BLOCK_D=min(256, triton.next_power_of_2(width)),
+                BLOCK_G=min(32, max(16, triton.next_power_of_2(len(vectors)))), num_warps=4,
+            )  # fmt: skip
+            return residual, out, square
         kernels.add_norm_kernel[(num_tokens,)](
             residual, residual if delta is None else delta, weight, out, square, width, eps,
             HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
         )  # fmt: skip
         return residual, out, square
+    if owed is not None:
+        delta = delta + (~owed[0]).to(delta.dtype) @ owed[1]
     if delta is not None:
         residual = residual + delta
     wide = residual.float()
@@ -70,12 +86,12 @@ class TokenScratch:
 
 
 def route_token(
-    residual: Tensor, delta: Tensor | None, owed: tuple[Tensor, Tensor] | None, weight: Tensor, eps: float,
+    residual: Tensor, delta: Tensor | None, owed: Owed | None, weight: Tensor, eps: float,
     routed: Routed, cache: Cache, always: int, scratch: TokenScratch,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """One token [1, D]: the new residual (in place) and everything the next sublayer reads, in one launch.
 
-    `owed` is the previous sublayer's (keep [1, G'], vectors [G', D]): its skipped groups' vectors are added. `always`
+    `owed` is the previous sublayer's: its skipped groups' vectors are added. `always`
     more groups behind the G routed ones are listed as active (keys and values beside the routed queries).
     Returns the norm [1, D]; keep bool [1, G + always]; the active groups, routed ones first, int32 [G + always];
     and how many are active, int32 [2]: routed ones, and with `always`.
@@ -87,6 +103,7 @@ def route_token(
     counts = torch.empty(2, dtype=torch.int32, device=residual.device)
     out = torch.empty_like(residual)
     previous, vectors = owed if owed is not None else (keep, residual)
+    chained = can_chain(residual)
     kernels.route_token_kernel[(scratch.splits,)](
         residual, residual if delta is None else delta, previous.view(torch.uint8), vectors, weight, out,
         router.reduce, router.reduce_bias, router.decide, router.bias, len(router.bias), cache.length, cache.start,
@@ -94,7 +111,9 @@ def route_token(
         previous.shape[1], always, RANK=rank, RANK_P=triton.next_power_of_2(rank), SPLITS=scratch.splits,
         SPLITS_P=triton.next_power_of_2(scratch.splits), BLOCK_D=scratch.block,
         WIDTH_P=triton.next_power_of_2(width), ALWAYS_P=triton.next_power_of_2(max(always, 1)), NORM=router.norm,
-        SILU=router.silu, HAS_DELTA=delta is not None, HAS_VECTORS=owed is not None, BLOCK_G=64, num_warps=4,
+        SILU=router.silu, HAS_DELTA=delta is not None, HAS_VECTORS=owed is not None,
+        BLOCK_G=min(128, max(16, triton.next_power_of_2(groups))), CHAINED=chained, num_warps=8,
+        **chain_option(chained),
     )  # fmt: skip
     return out, keep, active, counts
 
@@ -108,13 +127,13 @@ def rotate_and_store(q: Tensor, kv: Tensor, layer: Layer, index: int, cache: Cac
     num_heads, num_tokens = q.shape[1] // head_dim, q.shape[0] // cache.batch
     keys, values = cache.keys[index], cache.values[index]
     if runs_triton(q):
-        block = 8
+        block, chained = 8, can_chain(q)
         kernels.rotate_kernel[(q.shape[0], triton.cdiv(num_heads + 2 * num_kv, block))](
             q, kv, cache.cos, cache.sin, keys, values, cache.start, cache.length,
             q if layer.q_norm is None else layer.q_norm, q if layer.k_norm is None else layer.k_norm,
             q.stride(0), kv.stride(0), keys.stride(0), keys.stride(1), num_tokens, eps, num_heads, num_kv,
             HEAD_DIM=head_dim, HALF_P=triton.next_power_of_2(head_dim // 2), BLOCK_H=block,
-            HAS_NORM=layer.q_norm is not None, num_warps=2,
+            HAS_NORM=layer.q_norm is not None, CHAINED=chained, num_warps=2, **chain_option(chained),
         )  # fmt: skip
         return q
     slots = torch.arange(cache.filled - num_tokens, cache.filled, device=q.device)

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from wide_kernels.gqa import narrow
+from wide_kernels.gqa import mma, narrow, wait_and_release
 
 ROUTER_EPS = tl.constexpr(1e-6)
 
@@ -24,6 +24,46 @@ def add_norm_kernel(residual, delta, weight, out, square, width, eps, HAS_DELTA:
     normed = narrow(x * tl.rsqrt(mean_square + eps), out.dtype.element_ty).to(tl.float32)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, narrow(normed * w, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pay_norm_kernel(
+    residual, delta, keep, vectors, weight, out, square, num_tokens, width, num_groups, stride_keep, eps,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M tokens: residual += delta + the vectors of the skipped groups; then as `add_norm_kernel`, read again."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = token < num_tokens
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for start in range(0, width, BLOCK_D):
+        column = start + tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (column < width)[None, :]
+        place = token[:, None] * width + column[None, :]
+        x = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+        for first in range(0, num_groups, BLOCK_G):
+            group = first + tl.arange(0, BLOCK_G)
+            known = group < num_groups
+            flags = keep + token[:, None] * stride_keep + group[None, :]
+            skipped = tl.load(flags, mask=live[:, None] & known[None, :], other=1) == 0
+            rows = vectors + group.to(tl.int64)[:, None] * width + column[None, :]
+            values = tl.load(rows, mask=known[:, None] & (column < width)[None, :], other=0.0)
+            x = mma(narrow(skipped.to(tl.float32), values.dtype), values, x, "ieee")
+        rounded = narrow(x, residual.dtype.element_ty)
+        tl.store(residual + place, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+        total += tl.sum(x * x, 1)
+    mean_square = total / width
+    tl.store(square + token, mean_square, mask=live)
+    scale = tl.rsqrt(mean_square + eps)
+    for start in range(0, width, BLOCK_D):
+        column = start + tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (column < width)[None, :]
+        place = token[:, None] * width + column[None, :]
+        x = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        normed = narrow(x * scale[:, None], out.dtype.element_ty).to(tl.float32)
+        w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        tl.store(out + place, narrow(normed * w[None, :], out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -65,28 +105,37 @@ def route_token_kernel(
     keep, active, counts, partial, counter, width, eps, num_groups, num_previous, always,
     RANK: tl.constexpr, RANK_P: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDTH_P: tl.constexpr, ALWAYS_P: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_VECTORS: tl.constexpr, BLOCK_G: tl.constexpr,
+    HAS_VECTORS: tl.constexpr, BLOCK_G: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Every program adds its columns and multiplies them with the router; the last to finish norms and decides."""
+    """Every program adds its columns and multiplies them with the router; the last to finish norms and decides.
+
+    With a delta, the kernel before this one wrote nothing but the delta, so everything else is read before waiting
+    for it: the vectors, and the weights that the last program needs (any program may be the last).
+    """
     split = tl.program_id(0)
     column = split * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < width
     rank = tl.arange(0, RANK_P)
-    x = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        x += tl.load(delta + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_VECTORS:
-        for first in range(0, num_previous, 32):
-            group = first + tl.arange(0, 32)
-            skipped = (group < num_previous) & (tl.load(previous + group, mask=group < num_previous, other=1) == 0)
-            pointers = vectors + group.to(tl.int64)[:, None] * width + column[None, :]
-            x += tl.sum(tl.load(pointers, mask=skipped[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
-    x = narrow(x, residual.dtype.element_ty)
-    tl.store(residual + column, x, mask=inside)
-    x = x.to(tl.float32)
+    if not HAS_DELTA:
+        wait_and_release(CHAINED)
     w = tl.load(
         reduce + rank[:, None] * width + column[None, :], mask=(rank < RANK)[:, None] & inside[None, :], other=0.0
     )
+    first_rows = _decide_rows(decide, 0, num_groups, RANK, RANK_P, BLOCK_G)
+    norm_weight = tl.load(weight + tl.arange(0, WIDTH_P), mask=tl.arange(0, WIDTH_P) < width, other=0.0)
+    x = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_VECTORS:
+        for first in range(0, num_previous, 64):
+            group = first + tl.arange(0, 64)
+            skipped = (group < num_previous) & (tl.load(previous + group, mask=group < num_previous, other=1) == 0)
+            pointers = vectors + group.to(tl.int64)[:, None] * width + column[None, :]
+            x += tl.sum(tl.load(pointers, mask=skipped[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
+    if HAS_DELTA:
+        wait_and_release(CHAINED)
+        x += tl.load(delta + column, mask=inside, other=0.0).to(tl.float32)
+    x = narrow(x, residual.dtype.element_ty)
+    tl.store(residual + column, x, mask=inside)
+    x = x.to(tl.float32)
     tl.store(partial + split * (RANK_P + 1) + rank, tl.sum(w * x[None, :], 1))
     tl.store(partial + split * (RANK_P + 1) + RANK_P, tl.sum(x * x))
     tl.debug_barrier()
@@ -97,6 +146,7 @@ def route_token_kernel(
     rows = partial + splits * (RANK_P + 1)
     mean_square = tl.sum(tl.load(rows + RANK_P, mask=splits < SPLITS, other=0.0, cache_modifier=".cg")) / width
     parts = tl.load(rows[:, None] + rank[None, :], mask=(splits < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
+    _norm_token(residual, norm_weight, out, mean_square, width, eps, WIDTH_P)
     z = tl.sum(parts, 0)
     if NORM:
         z *= tl.rsqrt(mean_square + ROUTER_EPS)
@@ -106,35 +156,41 @@ def route_token_kernel(
     row = bias
     if num_rows > 1:
         row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
-    _list_groups(z, decide, row, keep, active, counts, num_groups, always, RANK, RANK_P, ALWAYS_P, BLOCK_G)
-    _norm_token(residual, weight, out, mean_square, width, eps, WIDTH_P)
+    _list_groups(z, first_rows, decide, row, keep, active, counts, num_groups, always, RANK, RANK_P, ALWAYS_P, BLOCK_G)
 
 
 @triton.jit
-def _norm_token(residual, weight, out, mean_square, width, eps, WIDTH_P: tl.constexpr):
+def _norm_token(residual, norm_weight, out, mean_square, width, eps, WIDTH_P: tl.constexpr):
     """Norm of the one token, whose columns other programs stored (so not from the first-level cache)."""
     column = tl.arange(0, WIDTH_P)
     inside = column < width
     x = tl.load(residual + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     normed = narrow(x * tl.rsqrt(mean_square + eps), out.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + column, narrow(scaled, out.dtype.element_ty), mask=inside)
+    tl.store(out + column, narrow(normed * norm_weight.to(tl.float32), out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decide_rows(decide, first, num_groups, RANK: tl.constexpr, RANK_P: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Rows `first`.. of the router's second product, [BLOCK_G, RANK_P]."""
+    group, rank = first + tl.arange(0, BLOCK_G), tl.arange(0, RANK_P)
+    filled = (group < num_groups)[:, None] & (rank < RANK)[None, :]
+    return tl.load(decide + group[:, None] * RANK + rank[None, :], mask=filled, other=0.0)
 
 
 @triton.jit
 def _list_groups(
-    z, decide, bias, keep, active, counts, num_groups, always,
+    z, first_rows, decide, bias, keep, active, counts, num_groups, always,
     RANK: tl.constexpr, RANK_P: tl.constexpr, ALWAYS_P: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Decide every group; active ones go to the front of the list, then `always` more, skipped ones to its end."""
-    rank = tl.arange(0, RANK_P)
     num_on = 0
     num_off = 0
+    w = first_rows
     for first in range(0, num_groups, BLOCK_G):
         group = first + tl.arange(0, BLOCK_G)
         known = group < num_groups
-        filled = known[:, None] & (rank < RANK)[None, :]
-        w = tl.load(decide + group[:, None] * RANK + rank[None, :], mask=filled, other=0.0)
+        if first > 0:
+            w = _decide_rows(decide, first, num_groups, RANK, RANK_P, BLOCK_G)
         logits = tl.sum(w * z[None, :], 1) + tl.load(bias + group, mask=known, other=0.0)
         on = ((logits >= 0) & known).to(tl.int32)
         off = known.to(tl.int32) - on
@@ -154,9 +210,10 @@ def _list_groups(
 def rotate_kernel(
     q, kv, cos, sin, keys, values, start, length, q_weight, k_weight, stride_q, stride_kv, stride_batch, stride_slot,
     num_tokens, eps, num_heads, num_kv, HEAD_DIM: tl.constexpr, HALF_P: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token: of q in place, of k and v into the cache slot that the row's length gives."""
+    wait_and_release(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     batch = row // num_tokens
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
