@@ -19,7 +19,7 @@ from experiments.subjects import EngineSubject, Subject, TransformersSubject
 from experiments.train import CACHE_ROOT
 from wide import families
 from wide.base_model import load_tokenizer, read_hf_config, resolve_dtype
-from wide.checkpoint import CONFIG, from_pretrained, read_config
+from wide.checkpoint import CONFIG, from_pretrained, read_config, stored_base
 from wide.config import to_dataclass
 from wide.data.blocks import open_blocks
 from wide.engine.check import check_engine
@@ -180,8 +180,8 @@ def own_sparsity(config: Config) -> float:
 
 def stored_model(config: Config) -> ModelConfig:
     """The base that the checkpoint names."""
-    base = read_config(checkpoint_folder(config.bench.checkpoint))["base"]
-    return to_dataclass({key: value for key, value in base.items() if key != "fingerprint"}, ModelConfig, "base")
+    folder = checkpoint_folder(config.bench.checkpoint)
+    return stored_base(folder, read_config(folder))
 
 
 def held_out(config: Config, routed: RoutedModel, longest: int) -> Tensor:

@@ -15,6 +15,7 @@ from tiny import routed, stock, tokens
 
 from wide import checkpoint
 from wide.base_model import fingerprint
+from wide.checkpoint_files import sha256
 from wide.dial import DialPoint, fit_curve
 from wide.methods import load as load_method
 from wide.model import RoutedModel
@@ -108,11 +109,11 @@ def test_f31_a_missing_tensor_file_is_named(tmp_path):
     [
         (None, r"is no WIDE checkpoint: wide_config\.json is missing"),
         (b"", r"wide_config\.json is incomplete or not JSON"),
-        (b'{"format_version": 1, "base"', r"wide_config\.json is incomplete or not JSON"),
+        (b'{"format_version": 2, "base"', r"wide_config\.json is incomplete or not JSON"),
         (b"\xff\xfe", r"wide_config\.json is incomplete or not JSON"),
-        (b"[1]", r"wide_config\.json: format_version None; legal: 1"),
-        (b'{"format_version": 7}', r"wide_config\.json: format_version 7; legal: 1"),
-        (b'{"format_version": 1}', r"wide_config\.json is incomplete: it says nothing of base, geometry"),
+        (b"[1]", r"wide_config\.json: format_version None; legal: 2"),
+        (b'{"format_version": 7}', r"wide_config\.json: format_version 7; legal: 2"),
+        (b'{"format_version": 2}', r"wide_config\.json is incomplete: it says nothing of base, geometry"),
     ],
 )
 def test_f31_damaged_config_is_refused(tmp_path, content, cause):
@@ -136,7 +137,7 @@ def test_f27_tensors_that_do_not_fit_are_named(tmp_path, change):
     else:
         tensors[name] = torch.zeros(1, 3)
     save_file(tensors, path)
-    rewrite_config(tmp_path / "c", sha256={path.name: checkpoint._sha256(path)})
+    rewrite_config(tmp_path / "c", sha256={path.name: sha256(path)})
     with pytest.raises(ValueError, match=rf"routers\.safetensors: .*{name}"):
         checkpoint.from_pretrained(tmp_path / "c")
 

@@ -7,9 +7,14 @@ remote code unless `trust_remote_code` is set.
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -44,9 +49,22 @@ def packaged_gguf() -> Path:
     return files[0]
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form OWNER/NAME that the hub gives its repositories."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
 def _location(cfg: ModelConfig) -> tuple[str, dict]:
     """Name or folder for `from_pretrained`, and its further arguments."""
     if cfg.source == "hub":
+        if not is_hub_id(cfg.path):
+            raise ValueError(f"model.path={cfg.path!r} is no hub id; legal: OWNER/NAME, or model.source=local")
+        if Path(cfg.path).exists():  # transformers would take it, whatever was asked
+            raise ValueError(f"model.path={cfg.path!r} is a folder here; legal: model.source=local, or another folder")
         return cfg.path, {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     path = packaged_gguf() if cfg.source == "packaged" else Path(cfg.path).expanduser()
     if not path.exists():
@@ -54,6 +72,18 @@ def _location(cfg: ModelConfig) -> tuple[str, dict]:
     if cfg.source == "local":
         return str(path), {"trust_remote_code": cfg.trust_remote_code, "local_files_only": True}
     return str(path.parent), {"gguf_file": path.name, "local_files_only": True}
+
+
+@contextmanager
+def _readable(cfg: ModelConfig, part: str) -> Iterator[None]:
+    """Turns what the libraries raise for missing, damaged or unreachable files into one line that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        cause = str(error).strip().split("\n")[0]
+        advice = "; it needs the network or a filled cache, or use model.source=local" if cfg.source == "hub" else ""
+        where = f"model.source={cfg.source}" + (f" model.path={cfg.path!r}" if cfg.path else "")
+        raise ValueError(f"cannot read the {part} of {where}: {cause}{advice}") from error
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -75,7 +105,8 @@ def read_hf_config(cfg: ModelConfig) -> PretrainedConfig:
             raise ValueError(f"model.source=tiny needs model.family; legal: {legal}")
         return tiny_config(cfg.family)
     location, arguments = _location(cfg)
-    config = AutoConfig.from_pretrained(location, **arguments)
+    with _readable(cfg, "config"):
+        config = AutoConfig.from_pretrained(location, **arguments)
     if cfg.family and cfg.family != config.model_type:
         raise ValueError(f"model.family={cfg.family!r} but {cfg.path!r} is of family {config.model_type!r}")
     families.load(config.model_type)
@@ -115,9 +146,10 @@ def load_base(cfg: ModelConfig, device: torch.device, on_host: bool = False) -> 
     else:
         read_hf_config(cfg)
         location, arguments = _location(cfg)
-        model = AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments
-        )
+        with _readable(cfg, "weights"):
+            model = AutoModelForCausalLM.from_pretrained(
+                location, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments
+            )
     return model.to("cpu" if on_host else device).eval().requires_grad_(False)
 
 
@@ -129,7 +161,8 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = tiny_tokenizer()
     else:
         location, arguments = _location(cfg)
-        tokenizer = AutoTokenizer.from_pretrained(location, **arguments)
+        with _readable(cfg, "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(location, **arguments)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -150,12 +183,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
-def fingerprint(model: nn.Module) -> str:
-    """sha256 over names, shapes and a strided sample of every stock parameter, independent of storage dtype.
+def fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over family, names, shapes and a strided sample of every stock parameter, whatever the storage dtype.
 
-    The sample is rounded to bfloat16 so that one checkpoint loaded in float32 and in bfloat16 agrees.
+    The family counts because two of them may hold the same weights and compute other things with them. The sample is
+    rounded to bfloat16 so that one checkpoint loaded in float32 and in bfloat16 agrees.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(model.config.model_type.encode())
     for name, parameter in sorted(model.state_dict().items()):
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.bfloat16).float()

@@ -8,8 +8,6 @@ and exactly the expected keys; there is no path on which a dense model is return
 
 import ctypes
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -18,11 +16,23 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from wide import families
+from wide.adapter import FOLDER as ADAPTER
 from wide.adapter import LoraRoutedModel, load_adapter, save_adapter
-from wide.base_model import fingerprint, load_base
+from wide.base_model import fingerprint, is_hub_id, load_base
+from wide.checkpoint_files import (
+    CARD,
+    CONFIG,
+    FORMAT_VERSION,
+    TENSORS,
+    check_tensors,
+    digests,
+    local_folder,
+    read_config,
+    read_tensors,
+)
 from wide.cluster import permute_channels, stock_order
 from wide.config import to_dataclass
 from wide.dial import DialPoint, dial_for
@@ -30,10 +40,8 @@ from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
 from wide.model import RoutedModel
 from wide.options import ModelConfig
+from wide.records import write_json
 from wide.sharding import is_sharded
-
-FORMAT_VERSION = 1
-TENSORS, CONFIG, CARD = "routers.safetensors", "wide_config.json", "README.md"
 
 
 def save_pretrained(
@@ -68,7 +76,7 @@ def save_pretrained(
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_file(_tensors(routed, curve), staging / TENSORS)
+        _write_tensors(_tensors(routed, curve), staging / TENSORS)
         if routed.model is not routed.base:
             with stock_order(routed, adapter_only=True):  # so that peft alone can put it on the stock model
                 save_adapter(routed, staging, model)
@@ -81,15 +89,23 @@ def save_pretrained(
             "recipe": recipe or {},
             "metrics": metrics or {},
             "versions": versions or {},
-            "sha256": _digests(staging),
+            "sha256": digests(staging),
         }
-        (staging / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_json(staging / CONFIG, config, indent=2, sort_keys=True)
         (staging / CARD).write_text(model_card(config))
         _sync(staging)
         _replace(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """OSError for a disk that is full, as for every other file."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
 def _tensors(routed: RoutedModel, curve: list[DialPoint]) -> dict[str, torch.Tensor]:
@@ -136,34 +152,6 @@ def _swap(one: Path, other: Path) -> bool:
         return False
 
 
-def read_config(folder: str | Path) -> dict:
-    """The checkpoint's JSON, checked for version and for whole files.
-
-    Raises:
-        ValueError: no checkpoint, another format, or a file that is missing, incomplete or altered.
-    """
-    folder = Path(folder)
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no WIDE checkpoint: {CONFIG} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is incomplete or not JSON: {error}") from None
-    version = config.get("format_version") if isinstance(config, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version {version!r}; legal: {FORMAT_VERSION}")
-    lost = [key for key in ("base", "geometry", "method", "dial_curve", "sha256") if key not in config]
-    if lost or TENSORS not in config["sha256"]:
-        raise ValueError(f"{path} is incomplete: it says nothing of {', '.join(lost) or TENSORS}")
-    for name, digest in config["sha256"].items():
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing: the checkpoint is incomplete")
-        if _sha256(folder / name) != digest:
-            raise ValueError(f"{folder / name} is incomplete or altered: its sha256 differs from the one in {CONFIG}")
-    return config
-
-
 def from_pretrained(
     folder: str | Path,
     *,
@@ -173,28 +161,31 @@ def from_pretrained(
 ) -> RoutedModel:
     """Load base and routers; the routed model in eval mode on `device`.
 
+    What a checkpoint says is never enough to run code that comes with a base: that needs `base`.
+
     Args:
         folder: a checkpoint folder, or a hub id of one.
         sparsity: dial it to this total sparsity (needs a stored curve); None keeps the trained setting.
         base: where to take the base from, when it is not where the checkpoint says.
 
     Raises:
-        ValueError: damaged folder, wrong base, missing or unexpected tensors, sparsity outside the curve.
+        ValueError: damaged folder, wrong base, missing or unexpected tensors, sparsity outside the curve, a stored
+            geometry that is not the base's.
     """
     folder = local_folder(folder)
     config = read_config(folder)
-    stored = {k: v for k, v in config["base"].items() if k != "fingerprint"}
-    model_config = base or to_dataclass(stored, ModelConfig, "base")
+    model_config = base or stored_base(folder, config)
     model = load_base(model_config, torch.device(device))
     if fingerprint(model) != config["base"]["fingerprint"]:
         raise ValueError(f"{folder} was trained on another base than {model_config.path or model_config.source!r}")
     method = load_method(config["method"]["name"])
-    geometry = families.Geometry(**config["geometry"])
+    geometry = families.Geometry.from_hf(model.config)
+    check_geometry(folder, config, geometry)
     method_config = to_dataclass(config["method"], method.Config, "method")
     gates = method.build(method_config, geometry)
     dials = load_gates(gates, folder)
     with_masks = RoutedModel
-    if (folder / "adapter").exists():
+    if any(name.startswith(f"{ADAPTER}/") for name in config["sha256"]):
         model, with_masks = load_adapter(model, folder), LoraRoutedModel
     routed = with_masks(model, gates.to(device), families.load(geometry.family)).eval()
     if gates.channel_order is not None:
@@ -208,11 +199,37 @@ def from_pretrained(
     return routed
 
 
+def stored_base(folder: Path, config: dict) -> ModelConfig:
+    """Where the checkpoint says its base is.
+
+    Raises:
+        ValueError: a base that brings its own code, which only the caller may allow.
+    """
+    stored = {key: value for key, value in config["base"].items() if key != "fingerprint"}
+    model = to_dataclass(stored, ModelConfig, "base")
+    if model.trust_remote_code:
+        raise ValueError(
+            f"{folder} asks for the code that comes with its base {model.path!r}; if you trust it, say so by "
+            "base=ModelConfig(..., trust_remote_code=True)"
+        )
+    return model
+
+
+def check_geometry(folder: Path, config: dict, geometry: families.Geometry) -> None:
+    """ValueError where the sizes that the checkpoint stores are not those of the base."""
+    stored, found = config["geometry"], dataclasses.asdict(geometry)
+    for key in sorted(stored.keys() | found.keys()):
+        if stored.get(key) != found.get(key):
+            raise ValueError(
+                f"{folder / CONFIG}: geometry.{key} is {stored.get(key)!r}, that of the base is {found.get(key)!r}"
+            )
+
+
 def load_gates(gates: GateProvider, folder: Path) -> torch.Tensor:
     """Fill a provider from a checkpoint folder, exactly its tensors; returns the rows of the dial curve, if any."""
-    tensors = _read_tensors(folder / TENSORS)
+    tensors = read_tensors(folder / TENSORS)
     dials = tensors.pop("dial_curve", torch.empty(0))
-    _check_tensors(folder / TENSORS, {name: t.shape for name, t in gates.state_dict().items()}, tensors)
+    check_tensors(folder / TENSORS, {name: t.shape for name, t in gates.state_dict().items()}, tensors)
     gates.load_state_dict(tensors)
     return dials
 
@@ -221,6 +238,8 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = True) -> str:
     """Upload a checkpoint folder; returns its address. Needs a logged-in Hugging Face account."""
     from huggingface_hub import HfApi
 
+    if not is_hub_id(repo_id):
+        raise ValueError(f"repo_id={repo_id!r} is no hub id; legal: OWNER/NAME of letters, digits and _ . -")
     read_config(folder)
     api = HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
@@ -252,44 +271,3 @@ from wide.checkpoint import from_pretrained
 model = from_pretrained("path/of/this/folder")
 ```
 """
-
-
-def local_folder(folder: str | Path) -> Path:
-    """A checkpoint folder as it is, or the downloaded one of a hub id."""
-    path = Path(folder)
-    if path.is_dir():
-        return path
-    name = str(folder)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name))
-    raise ValueError(f"checkpoint folder {name!r} does not exist")
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is incomplete or no safetensors file: {error}") from None
-
-
-def _check_tensors(path: Path, wanted: dict[str, torch.Size], tensors: dict[str, torch.Tensor]) -> None:
-    """ValueError unless `tensors` are exactly the wanted ones, by name and shape."""
-    missing, unexpected = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or unexpected:
-        raise ValueError(f"{path}: missing {missing}, unexpected {unexpected}")
-    for name, shape in wanted.items():
-        if tensors[name].shape != shape:
-            raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, the config asks for {list(shape)}")
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """sha256 of the tensors and of the adapter's files, by their path inside the folder."""
-    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".json")]
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

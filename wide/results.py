@@ -9,7 +9,6 @@ import fcntl
 import glob
 import hashlib
 import json
-import math
 import os
 import platform
 import subprocess
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from wide.records import clean, redact
+
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "transformers", "peft", "lightning", "hydra-core", "lm-eval", "wandb", "safetensors")
 
@@ -29,16 +30,17 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "lightning", "hydra-core"
 def append_row(path: str | Path, row: dict) -> None:
     """Append one JSON row, atomically with respect to other writers of the same file.
 
-    JSON has no NaN and no infinity: such a figure becomes null, and its key is listed under `not_finite`.
+    JSON has no NaN and no infinity: such a figure becomes null, and its key is listed under `not_finite`. Secrets are
+    hidden. On a full disk nothing is left of the row, and the error goes on.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lost: list[str] = []
-    row = _finite(row, "", lost)
+    row = clean(row, "", lost)
     if lost:
         row["not_finite"] = sorted(lost)
     line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
-    with open(path, "ab+") as file:
+    with open(path, "ab+", buffering=0) as file:  # a buffer would be written again when the file is closed
         fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         if size:
@@ -46,21 +48,22 @@ def append_row(path: str | Path, row: dict) -> None:
             if file.read(1) != b"\n":  # a writer was killed in mid-line
                 warnings.warn(f"{path} ended in a torn row, left as it is", stacklevel=2)
                 line = "\n" + line
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+        left = line.encode()
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), size)
+            raise
 
 
-def _finite(value: object, name: str, lost: list[str]) -> object:
-    """`value` with null for every NaN and infinity inside; their dotted names are added to `lost`."""
-    if isinstance(value, dict):
-        return {key: _finite(inner, f"{name}.{key}" if name else str(key), lost) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner, f"{name}.{index}", lost) for index, inner in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        lost.append(name)
-        return None
-    return value
+def check_writable(path: str | Path) -> None:
+    """ValueError where no row could be appended: found before days of training, not after."""
+    path = Path(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"results_file={str(path)!r} cannot be written; legal: the path of a JSONL file")
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
@@ -77,7 +80,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
             try:
                 row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # also a number of thousands of digits, brackets without end
                 row = None
             if not isinstance(row, dict):
                 warnings.warn(f"{path}:{number} is not a whole JSON row and was skipped", stacklevel=2)
@@ -171,5 +174,5 @@ def git_revision() -> str | None:
 
 
 def command_line() -> str:
-    """What was typed, without the interpreter's path."""
-    return " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What was typed, without the interpreter's path and without secrets."""
+    return redact(" ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]))
