@@ -25,10 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 import experiments
 from experiments.mistakes import explain
+from experiments.termination import Terminated, end_on_sigterm
 from wide import methods, results
 from wide.config import build, to_dataclass
 from wide.loggers import build_logger, finish
 from wide.options import Config, LoggerConfig, RecoveryConfig, RootConfig, StageConfig, TrainerConfig
+from wide.records import clean, redact
 
 CONFIG = "config.json"
 """The resolved config of a run; its presence makes a folder that run's own."""
@@ -43,6 +45,7 @@ def run_job(node: DictConfig) -> None:
     sweep = hydra.mode == RunMode.MULTIRUN
     run_dir = relative(hydra.runtime.output_dir)
     JOBS["started"] += 1
+    end_on_sigterm()
     try:
         config, action = prepare(node, sweep, run_dir)
     except Exception as error:
@@ -51,6 +54,9 @@ def run_job(node: DictConfig) -> None:
         raise_or_exit(error, run_dir, sweep)
     try:
         execute(config, action, run_dir)
+    except Terminated as end:
+        print(f"error: {end}", file=sys.stderr, flush=True)
+        raise
     except Exception as error:
         raise_or_exit(error, run_dir, sweep)
 
@@ -61,6 +67,7 @@ def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, Modul
     config = build(node, methods.load(name).Config, str(run_dir))
     action = load_action(config.action)
     check_processes(config.trainer)
+    results.check_writable(config.results_file)
     if config.recovery.name != "none" and (config.action, config.stage.name) != ("pipeline", "calibrate"):
         raise ValueError("recovery=lora follows action=pipeline with stage=calibrate; legal here: recovery=none")
     if sweep:
@@ -105,7 +112,7 @@ def execute_part(config: Config, action: ModuleType, run_dir: Path, run_id: str)
     try:
         leave(config.results_file, run_dir, results.finished(row, action.run(config)))
     except BaseException as error:
-        leave(config.results_file, run_dir, results.failed(row, error))
+        leave_failed(config.results_file, run_dir, results.failed(row, error))
         raise
 
 
@@ -114,9 +121,17 @@ def leave(results_file: str, run_dir: Path, row: dict) -> None:
     if rank_zero_only.rank != 0:
         return
     if row["status"] == "failed":
-        (run_dir / "error.txt").write_text(traceback.format_exc())
+        (run_dir / "error.txt").write_text(redact(traceback.format_exc()))
     results.append_row(run_dir / "row.jsonl", row)
     results.append_row(results_file, row)
+
+
+def leave_failed(results_file: str, run_dir: Path, row: dict) -> None:
+    """The failed row; where the disk is full, the failure itself is still what the run ends with."""
+    try:
+        leave(results_file, run_dir, row)
+    except OSError as error:
+        print(f"the row of the failure could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
@@ -147,7 +162,7 @@ def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> None:
     if sweep:
         print(f"error: {run_dir.name}: {line or f'{type(error).__name__}: {error}'}", file=sys.stderr, flush=True)
     elif line is not None:
-        print(f"error: {line}", file=sys.stderr)
+        print(f"error: {redact(line)}", file=sys.stderr)
         sys.exit(2)
     raise error
 
@@ -194,7 +209,7 @@ def claim_folder(run_dir: Path, config: Config) -> None:
         return
     try:
         with open(run_dir / CONFIG, "x", encoding="utf-8") as file:
-            file.write(json.dumps(config.to_dict(), indent=2) + "\n")
+            file.write(json.dumps(clean(config.to_dict()), indent=2) + "\n")
     except FileExistsError:
         raise ValueError(
             f"{run_dir} already holds a run; choose another folder (hydra.run.dir), or go on with it in a new one "

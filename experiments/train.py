@@ -12,14 +12,17 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy
 
+from experiments.termination import SaveWhenTerminated, finish_the_step
 from wide.callbacks import Progress
 from wide.data.batches import Batch, make_batch
 from wide.data.blocks import TokenBlocks
 from wide.data.module import CalibrationData
 from wide.model import RoutedModel
 from wide.options import Config, TrainerConfig
+from wide.resume import WholeCheckpoints, check_whole
 from wide.sharding import ShardedBackbone
 from wide.stages.calibrate import Calibrate
 from wide.stages.lora import Lora
@@ -68,7 +71,11 @@ def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_na
         save_top_k=1,
         enable_version_counter=False,
     )
-    callbacks = [Progress(stage_name, stage.steps, stage.log_every), last]
+    callbacks = [
+        Progress(stage_name, stage.steps, stage.log_every),
+        last,
+        SaveWhenTerminated(str(folder / "last.ckpt")),
+    ]
     if stage.val_every:
         callbacks.append(
             ModelCheckpoint(
@@ -97,7 +104,14 @@ def build_trainer(config: Config, run_dir: Path, logger: Logger | None, stage_na
         default_root_dir=run_dir,
         logger=logger or False,
         callbacks=callbacks,
+        plugins=build_plugins(),
     )
+
+
+def build_plugins() -> list:
+    """Whole checkpoint files; and under Slurm no requeueing by Lightning, whose new job would start from nothing."""
+    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    return [WholeCheckpoints(), *slurm]
 
 
 def build_strategy(options: TrainerConfig) -> str | Strategy:
@@ -117,18 +131,20 @@ def train(
     total = sum(p.numel() for p in routed.base.parameters() if not p.requires_grad)
     if trainer.is_global_zero:
         print(f"{module.name}: {count:,} trained parameters beside {total:,} frozen ones ({count / total:.2%})")
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint_to_resume(config.resume))
+    with finish_the_step(run_dir):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint_to_resume(config.resume), weights_only=True)
     return module.history_rows()
 
 
 def checkpoint_to_resume(resume: str | None) -> str | None:
-    """The `.ckpt` file of a run folder (or the file itself); ValueError when there is none."""
+    """The `.ckpt` file of a run folder (or the file itself); ValueError when there is none, or a damaged one."""
     if resume is None:
         return None
     path = Path(resume)
     path = path / "checkpoints" / "last.ckpt" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"resume={resume!r}: {path} does not exist; legal: a run folder or its checkpoints/last.ckpt")
+    check_whole(path)
     return str(path)
 
 

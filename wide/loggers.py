@@ -6,6 +6,7 @@ tracker files in its own folder, so parallel offline runs share nothing.
 
 import netrc
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from wide.options import LoggerConfig
+from wide.records import clean, redact
 
 
 def wandb_mode(asked: str) -> str:
@@ -76,9 +78,9 @@ def _start_wandb(options: LoggerConfig, config: dict, run_dir: Path, stage: str)
         "job_type": stage,
         "tags": [config["method"]["name"], config["model"]["name"], *options.tags],
         "dir": str(run_dir),
-        "config": config,
+        "config": clean(config),
         "reinit": "finish_previous",
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_meta=_argv_is_secret()),
     }
     try:
         return wandb.init(mode=mode, **arguments)
@@ -87,6 +89,11 @@ def _start_wandb(options: LoggerConfig, config: dict, run_dir: Path, stage: str)
             raise
         print(f"W&B is not reachable, so this run is kept offline ({str(error).splitlines()[0]})", flush=True)
         return wandb.init(mode="offline", **arguments)
+
+
+def _argv_is_secret() -> bool:
+    """W&B stores the command line as it was typed, unless it is told to store nothing about the machine."""
+    return any(redact(argument) != argument for argument in sys.argv)
 
 
 def finish(logger: Logger | None, exit_code: int) -> None:

@@ -6,6 +6,7 @@ by the count of the whole optimiser step, which makes accumulation equal to the 
 loss and gradient are fused passes over its logits.
 """
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -30,6 +31,20 @@ def next_token_labels(batch: dict[str, Tensor]) -> Tensor:
     if attention_mask is not None:  # nor does the padding on the left of a text predict its first token
         labels = labels.masked_fill(attention_mask == 0, -100)
     return labels
+
+
+def check_finite(rows: list[dict[str, Tensor]], parameters: Iterable[Tensor]) -> None:
+    """RuntimeError once a step's loss or a trained tensor is not finite: no later step mends it, no save may keep it.
+
+    The loss is the one summed over ranks, so that all of them end together.
+    """
+    bad = [int(row["step"]) for row in rows if not row["loss"].isfinite()]
+    if bad or not all(p.isfinite().all() for p in parameters if p.requires_grad):
+        what = f"the loss of step {bad[0]}" if bad else "a trained weight"
+        raise RuntimeError(
+            f"training diverged: {what} is not finite; lower stage.learning_rate, or look for a damaged base model. "
+            "What was saved before stays"
+        )
 
 
 def token_losses(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from wide import families
-from wide.loss import next_token_labels, token_losses
+from wide.loss import check_finite, next_token_labels, token_losses
 from wide.model import RoutedModel
 from wide.options import StageConfig
 from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsity_distance, temperature
@@ -120,7 +120,7 @@ class Calibrate(L.LightningModule):
         step = self.global_step
         optimiser, schedule = self.optimizers(), self.lr_schedulers()
         micro_batches = list(self.micro_batches(batch))
-        num_labels = self._reduce(sum((m["shifted_labels"] != -100).sum() for m in micro_batches))
+        num_labels = self._reduce(sum((m["shifted_labels"] != -100).sum() for m in micro_batches)).clamp(min=1)
         targets = self.targets(step)
         others = self._rates_of_other_micro_batches(micro_batches, step)
         optimiser.zero_grad()
@@ -235,6 +235,7 @@ class Calibrate(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """Keep trainable tensors and buffers of the gates; the frozen backbone is the user's own file."""
+        check_finite(self.history[-1:], self.parameters())
         keep = set(self.trainable_names()) | {f"routed.gates.{name}" for name, _ in self.routed.gates.named_buffers()}
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keep}
         checkpoint["history"] = self.history_rows()
@@ -279,6 +280,8 @@ class Calibrate(L.LightningModule):
         logged["step"] = torch.tensor(float(self.global_step))
         self.history.append({key: value.detach() for key, value in logged.items()})
         self.log_dict({f"{self.name}/{key}": value for key, value in logged.items()})
+        if self.global_step % self.stage.log_every == 0:  # each look waits for the device
+            check_finite(self.history[-1:], self.parameters())
 
     def history_rows(self) -> list[dict[str, float]]:
         """One row per optimiser step since the start of the stage, resumed runs included."""
