@@ -6,6 +6,7 @@ them. Anything else is a failure of the run and keeps its traceback.
 
 import dataclasses
 import difflib
+import errno
 import re
 import traceback
 from collections import Counter
@@ -18,6 +19,17 @@ from wide.config import unknown_key
 from wide.options import GROUPS, Config
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
+"""Errors of the system that say what is wrong by themselves: a full disk, a folder that may not be written."""
 
 
 def explain(error: BaseException) -> str | None:
@@ -26,6 +38,8 @@ def explain(error: BaseException) -> str | None:
         return _explain_hydra(error)
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
+    if isinstance(error, OSError) and error.errno in ENVIRONMENT:
+        return f"{error.strerror}: {error.filename or 'while writing'}; what was saved before is whole"
     if isinstance(error, ValueError) and "Config group override must be" in str(error):  # Hydra's, for `model=null`
         return f"a group cannot be null; write GROUP=OPTION for {', '.join([*GROUPS, 'method'])}"
     return None

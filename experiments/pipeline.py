@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+from transformers import PreTrainedTokenizerBase
 
 from experiments import html_report, lora
 from experiments.cluster import arrange_channels
@@ -25,9 +26,10 @@ from wide.checkpoint import save_pretrained
 from wide.data.batches import check_boundaries
 from wide.data.module import CalibrationData
 from wide.evaluation.accuracy import check_tasks
-from wide.loggers import build_logger, finish
+from wide.loggers import build_logger, finish, lost_tracker
 from wide.model import RoutedModel
 from wide.options import Config
+from wide.records import write_json
 from wide.results import command_line, environment_report
 from wide.sharding import place
 
@@ -51,7 +53,7 @@ def run(config: Config) -> dict:
     run_dir = Path(config.output_dir)
     L.seed_everything(config.seed, workers=True, verbose=False)
     environment = environment_report()
-    (run_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    write_json(run_dir / "environment.json", environment, indent=2)
     logger = build_logger(config.logger, config.to_dict(), run_dir, config.stage.name)
     failed = True
     try:
@@ -67,6 +69,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     if device.type == "cpu":
         keep_freed_memory()
     tokenizer = load_tokenizer(config.model)
+    check_prompts(config, tokenizer)
     base = load_base(config.model, device, on_host=config.trainer.strategy == "fsdp2")
     base_fingerprint = fingerprint(base)
     geometry = families.Geometry.from_hf(base.config)
@@ -104,14 +107,13 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
         raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")
     if rank_zero_only.rank == 0:
         _write(config, run_dir, routed, report, history, curve, metrics, environment, base_fingerprint)
-        log_results(logger, run_dir, metrics)
+        with lost_tracker():
+            log_results(logger, run_dir, metrics)
     return metrics
 
 
 def _write(config, run_dir, routed, report, history, curve, metrics, environment, base_fingerprint) -> None:
-    write_report(report, run_dir)
-    (run_dir / "history.json").write_text(json.dumps(history) + "\n")
-    save_pretrained(
+    save_pretrained(  # first: what follows can be made again from it
         routed,
         run_dir / "checkpoint",
         model=config.model,
@@ -122,6 +124,8 @@ def _write(config, run_dir, routed, report, history, curve, metrics, environment
         metrics=metrics,
         versions=environment["versions"],
     )
+    write_report(report, run_dir)
+    write_json(run_dir / "history.json", history)
     layout.save(report["held_out"]["routing"], run_dir / "layout.png")
     curves.save(history, config.stage.name, run_dir / "curves.png")
     if "dial_curve" in report:
@@ -144,7 +148,7 @@ def choose_device(config: Config) -> torch.device:
 
 def check_files(config: Config) -> None:
     """Files the config names must be there."""
-    checkpoint_to_resume(config.resume)
+    check_resumed(config)
     named = {"eval.other_text": config.eval.other_text, "data.eval_path": config.data.eval_path}
     if config.data.source == "files":
         named["data.path"] = config.data.path
@@ -155,11 +159,39 @@ def check_files(config: Config) -> None:
             raise ValueError(f"{key}={name!r} does not exist; legal: an existing file or folder")
 
 
+def check_resumed(config: Config) -> None:
+    """A state to resume from must be there and whole, and of a run that asked for the same model and method."""
+    file = checkpoint_to_resume(config.resume)
+    left = None if file is None else Path(file).parent.parent / "config.json"
+    if left is None or not left.is_file():
+        return
+    asked = config.to_dict()
+    for group, keys in (("model", ("source", "path", "revision", "family")), ("method", tuple(asked["method"]))):
+        stored = json.loads(left.read_text()).get(group, {})
+        for key in keys:
+            if stored.get(key) != asked[group][key]:
+                raise ValueError(f"{group}.{key}={asked[group][key]!r}, but the resumed run has {stored.get(key)!r}")
+
+
 def check_lengths(config: Config, geometry: families.Geometry) -> None:
     """Blocks longer than the model's positions would be silently wrong."""
     limit = min(geometry.max_positions, config.model.max_length)
     if config.data.block_size > limit:
         raise ValueError(f"data.block_size={config.data.block_size} exceeds what the model takes; legal: 2 to {limit}")
+
+
+def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the evaluation asks of the tokenizer: found before training, not after."""
+    if config.eval.chat_tasks and not tokenizer.chat_template:
+        raise ValueError("eval.chat_tasks needs a tokenizer with a chat template; legal here: eval.chat_tasks=[]")
+    if config.eval.new_tokens:
+        length = len(tokenizer(config.eval.prompt)["input_ids"])
+        limit = min(read_geometry(config.model).max_positions, config.model.max_length)
+        if not 0 < length <= limit - config.eval.new_tokens:
+            raise ValueError(
+                f"eval.prompt has {length} tokens and eval.new_tokens={config.eval.new_tokens} come after it; legal: "
+                f"at least one token in the prompt, {limit} in all, or eval.new_tokens=0"
+            )
 
 
 def warn_if_missed(asked: float, measured: float, tolerance: float = 0.02) -> None:

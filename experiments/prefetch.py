@@ -46,7 +46,7 @@ def fetch_corpus(name: str) -> None:
     from datasets import load_dataset
 
     options = yaml.safe_load((CONF / "data" / f"{name}.yaml").read_text())
-    load_dataset(options["path"], split=options.get("split", "train"))
+    load_dataset(options["path"], split=options.get("split", "train"), revision=options.get("revision"))
 
 
 def fetch_model(name: str) -> None:

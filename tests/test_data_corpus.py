@@ -102,7 +102,7 @@ def test_fingerprint_follows_content_names_and_order_but_not_the_place(tmp_path:
 def test_a_hub_dataset_is_read_by_column(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["a", "", "b", "c"], "label": [0, 1, 2, 3]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, split: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, split, revision: rows)
     cfg = DataConfig(source="hub", path="owner/name", held_out_every=2, held_out_offset=1)
     assert documents(cfg) == [
         ("owner/name/train#0", "train", "a"),
@@ -116,7 +116,7 @@ def test_a_hub_dataset_is_read_by_column(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_hub_dataset_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
-    def unreachable(path: str, split: str) -> None:
+    def unreachable(path: str, split: str, revision: str | None) -> None:
         raise ConnectionError(f"Couldn't reach {path}")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)

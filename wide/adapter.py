@@ -5,6 +5,7 @@ a projection together with its LoRA branch; merging throws LoRA's modules away a
 attached again after it. Used by `wide.stages.lora` (training) and `wide.checkpoint` (folder `adapter/`).
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -19,6 +21,8 @@ from wide.model import RoutedModel
 from wide.options import ModelConfig, StageConfig
 
 FOLDER, TENSORS = "adapter", "adapter_model.safetensors"
+IMPORTING = ("auto_mapping", "megatron_config")
+"""Settings of peft's that make it import modules by the name that the file gives."""
 
 
 class LoraRoutedModel(RoutedModel):
@@ -97,7 +101,14 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     path = folder / FOLDER / TENSORS
     if not path.is_file():
         raise ValueError(f"{path} is missing: the checkpoint is incomplete")
-    found = load_file(path).keys()
+    try:
+        found = load_file(path).keys()
+        options = json.loads((folder / FOLDER / "adapter_config.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"the adapter of {folder} is incomplete: {error}") from None
+    odd = [key for key in IMPORTING if options.get(key)]
+    if options.get("peft_type") != "LORA" or odd:
+        raise ValueError(f"the adapter of {folder} is no plain LoRA: {', '.join(odd) or options.get('peft_type')}")
     model = PeftModel.from_pretrained(base, folder / FOLDER, torch_device=str(base.device))
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     if wanted != found:

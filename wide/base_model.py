@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -27,6 +25,7 @@ from transformers import (
 
 from wide import families
 from wide.families import Geometry
+from wide.hub import is_hub_id
 from wide.options import ModelConfig
 
 TINY_SMOL = "smol"
@@ -47,15 +46,6 @@ def packaged_gguf() -> Path:
             "or choose model.source=hub, local, gguf or tiny"
         )
     return files[0]
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form OWNER/NAME that the hub gives its repositories."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1
 
 
 def _location(cfg: ModelConfig) -> tuple[str, dict]:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from wide import families
 from wide.adapter import FOLDER as ADAPTER
 from wide.adapter import LoraRoutedModel, load_adapter, save_adapter
-from wide.base_model import fingerprint, is_hub_id, load_base
+from wide.base_model import fingerprint, load_base
 from wide.checkpoint_files import (
     CARD,
     CONFIG,
@@ -36,6 +36,7 @@ from wide.checkpoint_files import (
 from wide.cluster import permute_channels, stock_order
 from wide.config import to_dataclass
 from wide.dial import DialPoint, dial_for
+from wide.hub import is_hub_id
 from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
 from wide.model import RoutedModel

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from wide.base_model import is_hub_id
+from wide.hub import is_hub_id
 
 FORMAT_VERSION = 2
 TENSORS, CONFIG, CARD = "routers.safetensors", "wide_config.json", "README.md"

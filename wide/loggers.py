@@ -7,7 +7,8 @@ tracker files in its own folder, so parallel offline runs share nothing.
 import netrc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -33,6 +34,20 @@ def wandb_mode(asked: str) -> str:
         return "offline"
 
 
+@contextmanager
+def lost_tracker() -> Iterator[None]:
+    """The tracker is a mirror: when it dies (its process, its disk, its server), the run goes on and says so once."""
+    try:
+        yield
+    except Exception as error:  # wandb passes on whatever its process, its socket and its threads raise
+        if not _LOST:
+            _LOST.append(error)
+            print(f"the tracker no longer answers, the run goes on without it ({error})", file=sys.stderr, flush=True)
+
+
+_LOST: list[Exception] = []
+
+
 class StageLogger(WandbLogger):
     """W&B through Lightning, with an axis per stage: `calibrate/*` is drawn over `calibrate/step`.
 
@@ -48,7 +63,8 @@ class StageLogger(WandbLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         axis = {} if step is None else {f"{self.stage}/step": step}
-        self.experiment.log({**metrics, **axis})
+        with lost_tracker():
+            self.experiment.log({**metrics, **axis})
 
 
 def build_logger(options: LoggerConfig, config: dict, run_dir: Path, stage: str) -> Logger | None:
@@ -100,6 +116,7 @@ def finish(logger: Logger | None, exit_code: int) -> None:
     """End the tracker's run; a non-zero exit code marks it as failed."""
     if logger is None:
         return
-    logger.finalize("failed" if exit_code else "success")
-    if isinstance(logger, WandbLogger):
-        logger.experiment.finish(exit_code=exit_code)
+    with lost_tracker():
+        logger.finalize("failed" if exit_code else "success")
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=exit_code)

