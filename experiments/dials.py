@@ -6,7 +6,7 @@ Called by `experiments.pipeline`. Always fitted on training text, never on what 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from experiments.evaluate import flat_metrics, text_scores
+from experiments.evaluate import flat_metrics, task_scores, text_scores
 from experiments.train import held_batches
 from wide.data.batches import forward_inputs
 from wide.data.module import CalibrationData
@@ -48,7 +48,7 @@ def scores_at_other_settings(
     device: torch.device,
     report: dict,
 ) -> list[dict]:
-    """What the same weights score with the dial fitted to each of `eval.at_mean` and `eval.at_cost`.
+    """What the same weights score, tasks included, with the dial fitted to each of `eval.at_mean` and `eval.at_cost`.
 
     `at_cost` fits the skipped share of the prunable parameters, so that methods which split a budget differently are
     compared at equal cost. One dict each: `price`, `asked`, and the flat figures of `experiments.evaluate`. The dial is
@@ -65,9 +65,10 @@ def scores_at_other_settings(
         weight = routed.cost(length=1).attention_weight if price == "cost" else 0.5
         with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision != "fp32"):
             fit_dial(routed, batches, target, granularity, attention_weight=weight)
-        rows.append(
-            {"price": price, "asked": target, **flat_metrics(text_scores(config, routed, data, tokenizer, report))}
-        )
+        found = text_scores(config, routed, data, tokenizer, report)
+        if "accuracy" in report:
+            found["accuracy"] = task_scores(config, routed, tokenizer, report["accuracy"], f"_{price}_{target:g}")
+        rows.append({"price": price, "asked": target, **flat_metrics(found)})
     routed.gates.dial.copy_(before)
     return rows
 

@@ -3,7 +3,6 @@
 Called by `experiments.pipeline` after training.
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from wide.evaluation.sample import sample_texts
 from wide.evaluation.token_widths import token_widths
 from wide.model import RoutedModel
 from wide.options import Config
+from wide.records import write_json
 from wide.routing import KINDS
 
 SHOWN_TOKENS = 256
@@ -33,10 +33,27 @@ def evaluate(config: Config, routed: RoutedModel, data: CalibrationData, tokeniz
     first_block = held_batches(data.eval_blocks, 1, config)[0]["input_ids"][0]
     report["tokens"] = token_widths(routed, tokenizer, first_block[:SHOWN_TOKENS], bf16)
     if config.eval.tasks or config.eval.chat_tasks:
-        report["accuracy"], originals = run_tasks(routed, tokenizer, config.eval, config.model.max_length, bf16)
-        write_originals(originals, Path(config.output_dir))
+        report["accuracy"] = task_scores(config, routed, tokenizer)
     if config.eval.new_tokens:
         report["sample"] = sample_texts(routed, tokenizer, config.eval.prompt, config.eval.new_tokens)
+    return report
+
+
+def task_scores(
+    config: Config,
+    routed: RoutedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    earlier: dict | None = None,
+    suffix: str = "",
+) -> dict:
+    """The part of the report that is about tasks; the harness's own results go untouched into the run's folder.
+
+    `earlier` is such a part of the same model under another dial; `suffix` keeps the files of both apart.
+    """
+    bf16 = config.trainer.precision != "fp32"
+    report, originals = run_tasks(routed, tokenizer, config.eval, config.model.max_length, bf16, earlier)
+    for name, results in originals.items():
+        write_json(Path(config.output_dir) / f"{name}{suffix}.json", results, indent=2, default=str)
     return report
 
 
@@ -110,15 +127,9 @@ def flat_metrics(report: dict) -> dict[str, float]:
     return row | (flat_tasks(report["accuracy"]) if "accuracy" in report else {})
 
 
-def write_originals(originals: dict[str, dict], folder: Path) -> None:
-    """The harness's own results, untouched, one file for each call of it."""
-    for name, results in originals.items():
-        (folder / f"{name}.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
-
-
 def write_report(report: dict, folder: Path) -> None:
     """`report.json`, and the text sample as Markdown for reading."""
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(folder / "report.json", report, indent=2)
     if "sample" in report:
         sample = report["sample"]
         text = f"# {sample['prompt']}\n\n## Dense\n\n{sample['dense']}\n\n## Routed\n\n{sample['routed']}\n"

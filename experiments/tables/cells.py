@@ -84,11 +84,19 @@ def figure(rows: pd.DataFrame, column: Column, published: Published | None = Non
     values = pd.to_numeric(rows[column.metric], errors="coerce").dropna() if column.metric in rows else pd.Series([])
     if values.empty:
         return Cell(status=MISSING, published=published)
-    kept = rows.loc[values.index]
+    kept = once_per_seed(rows.loc[values.index])
+    values = values[kept.index]
     common |= {"runs": tuple(kept["run"]), "commands": tuple(kept["command"])}
     values = values.astype(float) * column.scale
     spread = float(values.std()) if len(values) > 1 else None
     return Cell(float(values.mean()), spread, len(values), **common)
+
+
+def once_per_seed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The last run of each seed: one measured again, with more tasks for instance, is no further sample."""
+    if not {"seed", "finished"}.issubset(rows.columns):
+        return rows
+    return rows.sort_values("finished", kind="stable").drop_duplicates("seed", keep="last").sort_index()
 
 
 def show(cell: Cell, digits: int) -> str:

@@ -58,7 +58,7 @@ def load(paths: str | Path | list[str] = DEFAULT_ROWS) -> pd.DataFrame:
     return frame if len(frame) else pd.DataFrame(columns=[*(field.name for field in fields(Spec)), *_ALWAYS])
 
 
-_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action")
+_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action", "experiment", "seed")
 
 
 def _derive(row: dict) -> list[dict]:
@@ -74,7 +74,7 @@ def _derive(row: dict) -> list[dict]:
         "attn_group": method.get("attn_group_size"),
         "ffn_group": method.get("ffn_group_size"),
         "stage": stage.get("name"),
-        "variant": _variant(config),
+        "variant": variant(config),
         "run": f"{row['run_id']}, {row['config_hash']}",  # jobs of two sweeps may have the same id
         "matched": "equal" if equal else method.get("budget_price", "mean"),
         "percent": _percent(0.0 if row.get("method") == "dense" else row.get("asked_sparsity")),
@@ -88,9 +88,21 @@ def _derive(row: dict) -> list[dict]:
         known = {key: value for key, value in main.items() if key not in _FIGURES and not key.startswith(_PREFIXES)}
         place = {"matched": other["price"], "percent": _percent(other["asked"]), "dialled": True}
         dialled.append(known | figures | place)
-    return [main, *dialled]
+    return [main, *_matched_twice(main), *dialled]
 
 
+def _matched_twice(row: dict) -> list[dict]:
+    """The row again as matched by cost, where it skips the same share of decisions and of parameters: whole layers, an
+    equal share of every module.
+    """
+    decisions, parameters = (row.get(key) for key in ("sparsity_total", "skipped_params"))
+    if decisions is None or parameters is None or not abs(decisions - parameters) <= SAME:  # also where it is NaN
+        return []
+    return [row | {"matched": "cost", "dialled": True}] if row["matched"] == "mean" else []
+
+
+SAME = 0.005
+"""Skipped shares of decisions and parameters closer than this are one."""
 _FIGURES = ("dense_perplexity", "routed_perplexity", "log_perplexity_gap", "is_static", "other_settings")
 _PREFIXES = ("sparsity_", "skipped_", "task_", "dense_task_", "accuracy_", "generation_", "other_")
 
@@ -100,7 +112,7 @@ def _percent(share: object) -> int | None:
     return round(100 * share) if isinstance(share, int | float) and math.isfinite(share) else None
 
 
-def _variant(config: dict) -> str:
+def variant(config: dict) -> str:
     """Equal for runs that differ in seed and place only: their figures are averaged.
 
     Options at their default are left out, so that one added later does not part older runs from newer ones.

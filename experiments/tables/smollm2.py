@@ -11,6 +11,9 @@ PERCENTS = (25, 50, 70)
 GROUPS = (3, 128)
 """Heads and channels per group that every method is asked for; other sizes appear where there is a row."""
 ALWAYS = ("wide", "paper")
+STEPS = 300
+SEARCH = "search_"
+"""Name of experiments that only look for a recipe (`experiments.tables.search`)."""
 MATCHED = {"mean": "decisions", "cost": "parameters", "equal": "each kind"}
 COLUMNS = [
     Column("perplexity", "routed_perplexity"),
@@ -41,7 +44,15 @@ NOTE = (
 
 def build(rows: pd.DataFrame) -> list[Table]:
     rows = rows[(rows["model"] == MODEL) & (rows["action"] == "pipeline")]
+    rows = rows[~rows["experiment"].astype(str).str.startswith(SEARCH)]
+    rows = rows.assign(changes=[_with_steps(row) for row in rows.to_dict("records")])
     return [_table(rows, percent) for percent in PERCENTS]
+
+
+def _with_steps(row: dict) -> str:
+    """What departs from the recipe, the number of steps among it."""
+    steps = ((row.get("config") or {}).get("stage") or {}).get("steps", STEPS)
+    return ", ".join(filter(None, [row["changes"], "" if steps == STEPS else f"{steps} steps"]))
 
 
 def _table(rows: pd.DataFrame, percent: int) -> Table:
@@ -59,20 +70,20 @@ def _table(rows: pd.DataFrame, percent: int) -> Table:
                 if len(found) or required:
                     name = recipe + (f" ({changes})" if changes else "")
                     size = " / ".join(str(part) for part in groups) if groups[0] else ""
-                    seeds = str((found["status"] == "finished").sum()) if len(found) else "0"
+                    seeds = str(found.loc[found["status"] == "finished", "seed"].nunique())
                     row = [figure(found, column) for column in COLUMNS]
                     table.add((name, size, matched_name, stage_name, seeds), row)
     return table
 
 
 def _settings(rows: pd.DataFrame, percent: int) -> list[tuple]:
-    """(method, recipe, changes, groups): WIDE's two recipes and every other with a row at any sparsity, then whatever
-    else there are rows for at this one.
+    """(method, recipe, changes, groups): WIDE's two recipes and every other with a row as published at any sparsity,
+    then whatever else there are rows for at this one.
     """
     required = [
         (preset["name"], stem, "", GROUPS if "attn_group_size" in preset else (None, None))
         for stem, preset in _recipes().items()
-        if stem in ALWAYS or stem in set(rows["recipe"])
+        if stem in ALWAYS or stem in set(rows.loc[rows["changes"] == "", "recipe"])
     ]
     others = rows[(rows["percent"] == percent) & (rows["method"] != "dense")]
     found = [

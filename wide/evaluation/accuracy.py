@@ -66,9 +66,16 @@ def check_tasks(options: EvalConfig) -> None:
 
 
 def run_tasks(
-    routed: RoutedModel, tokenizer: PreTrainedTokenizerBase, options: EvalConfig, max_length: int, bf16: bool
+    routed: RoutedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: EvalConfig,
+    max_length: int,
+    bf16: bool,
+    earlier: dict | None = None,
 ) -> tuple[dict, dict[str, dict]]:
     """Every task of `options`, routed and dense.
+
+    `earlier` is such a report of the same model under another dial; the dense figures are taken from it.
 
     Returns:
         The report {"tasks": {name: figures}, "sparsity": {...}, "batch_size": ...}, and the harness's own results by
@@ -80,7 +87,7 @@ def run_tasks(
     settings = {"max_length": max_length, "precision": "bf16" if bf16 else "fp32", "batch_size": options.batch_size}
     figures: dict[str, dict] = {}
     originals: dict[str, dict] = {}
-    for mode in ("routed", "dense"):
+    for mode in ("routed", "dense") if earlier is None else ("routed",):
         lm = WideLM(routed, tokenizer, dense=mode == "dense", **settings)
         for chat, names in ((False, options.tasks), (True, options.chat_tasks)):
             if names:
@@ -90,6 +97,8 @@ def run_tasks(
                     figures.setdefault(name, {})[mode] = figure(results, name)
         if mode == "routed":
             stats = lm.scored_stats()
+    for name, modes in figures.items() if earlier is not None else ():
+        modes["dense"] = earlier["tasks"][name]["dense"]
     report = {"tasks": figures, "batch_size": options.batch_size, "num_fewshot": options.num_fewshot}
     report["sparsity"] = {"total": float(stats.total)} | {kind: float(stats.sparsity(kind)) for kind in KINDS}
     report["num_scored_tokens"] = int(stats.num_tokens)
