@@ -4,8 +4,8 @@ Group lists: how many tokens run each group and which, ascending (`gemm_mn` gath
 *set* of neighbouring groups the tokens sorted by their on/off pattern in that set, in Gray-code order, so that 128
 neighbours share a pattern or differ in one group (`gemm_k` multiplies only the union of a tile's groups). Active
 list, for at most eight tokens: the groups that any token runs (the one-token operators read only those weights).
-Each kind is one launch, made when the first operator of the layer asks for it and shared by the others: no sort, no
-host synchronisation, no atomics, so it is safe under CUDA graphs and the same in every run.
+Each kind is one launch (set lists: two), made when the first operator of the layer asks for it and shared by the
+others: no sort, no host synchronisation, no atomics, so it is safe under CUDA graphs and the same in every run.
 Axes: T tokens, G groups, S sets.
 """
 
@@ -13,10 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import can_chain, runs_triton
+from ._launch import can_chain, chain_option, runs_triton
+from .gqa import wait_and_release
 
 MAX_UNION_TOKENS = 8
 MAX_SET_SIZE = 8
+SPAN = 2048  # tokens counted together for the set lists
 
 
 class RoutingLayout:
@@ -105,11 +107,15 @@ def _sets(keep_mask: torch.Tensor, set_size: int) -> tuple[torch.Tensor, torch.T
         return reference_sets(keep_mask, set_size)
     num_tokens, num_groups = keep_mask.shape
     set_rows, set_codes = _empty_sets(keep_mask, set_size)
-    classes, padded = max(2, 2**set_size), triton.next_power_of_2(max(num_tokens, 16))
-    chunk = min(512, 8192 // classes, padded)
+    classes, chained = max(2, 2**set_size), can_chain(keep_mask)
+    span = min(SPAN, triton.next_power_of_2(max(num_tokens, 16)))
+    num_spans, chunk = max(1, triton.cdiv(num_tokens, span)), min(512, 8192 // classes, span)
+    histogram = _int32(keep_mask, set_rows.shape[0], num_spans, classes)
+    options = {"NUM_GROUPS": num_groups, "SET": set_size, "CLASSES": classes, "SPAN": span, "CHAINED": chained}
+    _histogram_kernel[(set_rows.shape[0], num_spans)](keep_mask, histogram, num_tokens, num_warps=4, **options)
     _sets_kernel[(set_rows.shape[0], max(1, triton.cdiv(num_tokens, chunk)))](
-        keep_mask, set_rows, set_codes, num_tokens, NUM_GROUPS=num_groups, SET=set_size, CLASSES=classes, CHUNK=chunk,
-        COUNTING=min(2048, padded), CHAINED=can_chain(keep_mask), num_warps=4,
+        keep_mask, histogram, set_rows, set_codes, num_tokens, num_spans, CHUNK=chunk, num_warps=4, **options,
+        **chain_option(chained),
     )  # fmt: skip
     return set_rows, set_codes
 
@@ -216,23 +222,40 @@ def _codes(keep, tokens, inside, first_group, NUM_GROUPS: tl.constexpr, SET: tl.
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _sets_kernel(
-    keep, set_rows, set_codes, num_tokens, NUM_GROUPS: tl.constexpr, SET: tl.constexpr, CLASSES: tl.constexpr,
-    CHUNK: tl.constexpr, COUNTING: tl.constexpr, CHAINED: tl.constexpr,
+def _histogram_kernel(
+    keep, histogram, num_tokens, NUM_GROUPS: tl.constexpr, SET: tl.constexpr, CLASSES: tl.constexpr,
+    SPAN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Place CHUNK tokens in one set's order: a counting sort whose class sizes every program finds itself."""
+    """How many of SPAN tokens have each pattern of one set, in the order of the Gray code."""
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
+    index, span = tl.program_id(0), tl.program_id(1)
+    tokens = span * SPAN + tl.arange(0, SPAN)
+    inside = tokens < num_tokens
+    _, rank = _codes(keep, tokens, inside, index * SET, NUM_GROUPS, SET)
+    place = histogram + (index * tl.num_programs(1) + span) * CLASSES + tl.arange(0, CLASSES)
+    tl.store(place, tl.histogram(rank, CLASSES, mask=inside))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _sets_kernel(
+    keep, histogram, set_rows, set_codes, num_tokens, num_spans, NUM_GROUPS: tl.constexpr, SET: tl.constexpr,
+    CLASSES: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Place CHUNK tokens in one set's order: a counting sort; the tokens before them in their span are counted here."""
     index = tl.program_id(0)
     first = tl.program_id(1) * CHUNK
+    span = first // SPAN
+    tokens = span * SPAN + tl.arange(0, SPAN)
+    earlier = tokens < tl.minimum(first, num_tokens)
+    _, rank = _codes(keep, tokens, earlier, index * SET, NUM_GROUPS, SET)
+    before = tl.histogram(rank, CLASSES, mask=earlier)
     total = tl.zeros((CLASSES,), tl.int32)
-    before = tl.zeros((CLASSES,), tl.int32)
-    for start in range(0, num_tokens, COUNTING):
-        tokens = start + tl.arange(0, COUNTING)
-        inside = tokens < num_tokens
-        code, rank = _codes(keep, tokens, inside, index * SET, NUM_GROUPS, SET)
-        total += tl.histogram(rank, CLASSES, mask=inside)
-        before += tl.histogram(rank, CLASSES, mask=inside & (tokens < first))
+    wait_and_release(CHAINED)
+    for other in range(0, num_spans):
+        counted = tl.load(histogram + (index * num_spans + other) * CLASSES + tl.arange(0, CLASSES))
+        total += counted
+        before += tl.where(other < span, counted, 0)
     base = tl.cumsum(total) - total + before  # [CLASSES]
     tokens = first + tl.arange(0, CHUNK)
     inside = tokens < num_tokens

@@ -6,6 +6,7 @@ their compensation vectors, is added there too. Routing off (`routing=False`) is
 Axes: B batch, T tokens, M = B x T, D hidden, H query heads, K kv heads, G groups, F FFN channels.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from wide_kernels import RoutingLayout, gate_up, gemm_k, gemm_mn, routing_layout
@@ -59,7 +60,7 @@ class Decoder:
             delta, owed = self._attention(x, layout, layer, index, cache), self._owed(layout, layer.attention)
             residual, x, layout = self._enter(residual, delta, owed, layer.ffn_norm, layer.ffn, cache)
             delta, owed = self._ffn(x, layout, layer), self._owed(layout, layer.ffn)
-        _, x, _ = add_norm(residual, delta, self.weights.norm, self.weights.eps, owed)
+        _, x, _ = add_norm(residual, self._pay(delta, owed), self.weights.norm, self.weights.eps)
         return x.unflatten(0, tokens.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Decoder:
             if always:
                 layout.with_kv = TokenLayout(keep, self.expected_keep, active, counts[1:])
             return residual, x, layout
-        residual, x, square = add_norm(residual, delta, norm, eps, owed)
+        residual, x, square = add_norm(residual, self._pay(delta, owed), norm, eps)
         if not self.routing:
             return residual, x, None
         keep = self._keep(residual, square, routed, cache)
@@ -108,6 +109,14 @@ class Decoder:
         if routed.router is not None:
             return layout.keep_mask, routed.vectors
         return routed.gates.stands_in(layout.keep_mask.float()) < 0.5, routed.vectors
+
+    def _pay(self, delta: Tensor | None, owed: Owed | None) -> Tensor | None:
+        """delta [M, D] plus the vectors of the skipped groups, in place."""
+        if owed is None:
+            return delta
+        keep, vectors = owed
+        skipped = torch.logical_not(keep, out=torch.empty(keep.shape, dtype=delta.dtype, device=keep.device))
+        return delta.addmm_(skipped, vectors)
 
     def _attention(self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache) -> Tensor:
         q, kv = self._project(x, layout, layer)

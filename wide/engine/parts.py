@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 PARTS = ("projections", "attention", "ffn", "routing", "norm", "head", "rest", "launch")
-NORM = re.compile(r"add_norm_kernel|pay_norm_kernel|route_token_kernel")
+NORM = re.compile(r"add_norm_kernel|route_token_kernel")
 ROUTING = re.compile(r"decide_kernel|layout|_groups_kernel|\b_sets_kernel|_active_kernel|partition_kernel")
 ROTARY = re.compile(r"rotate_kernel")
 ATTENTION = re.compile(r"prefill_kernel|split_kernel|merge_kernel|zero_kernel|flash|fmha|sdpa|attention", re.I)

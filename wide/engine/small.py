@@ -20,29 +20,16 @@ Owed = tuple[Tensor, Tensor]
 """Of the last sublayer: whose vectors are not added, bool [M, G], and the vectors [G, D]."""
 
 
-def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, owed: Owed | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """residual [M, D] (+ delta, + the vectors of the skipped groups) -> the new residual (in place on a GPU), its RMS
-    norm in the model's dtype, mean square [M]."""
+def add_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """residual [M, D] (+ delta) -> the new residual (in place), its RMS norm in the model's dtype, mean square [M]."""
     if runs_triton(residual):
         num_tokens, width = residual.shape
         out, square = torch.empty_like(residual), residual.new_empty(num_tokens, dtype=torch.float32)
-        if owed is not None:
-            keep, vectors = owed
-            kernels.pay_norm_kernel[(triton.cdiv(num_tokens, 16),)](
-                residual, delta, keep.view(torch.uint8), vectors, weight, out, square, num_tokens, width,
-                len(vectors), keep.stride(0), eps, BLOCK_M=16, BLOCK_D=min(256, triton.next_power_of_2(width)),
-                BLOCK_G=min(32, max(16, triton.next_power_of_2(len(vectors)))), num_warps=4,
-            )  # fmt: skip
-            return residual, out, square
         kernels.add_norm_kernel[(num_tokens,)](
             residual, residual if delta is None else delta, weight, out, square, width, eps,
             HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
         )  # fmt: skip
         return residual, out, square
-    if owed is not None:
-        delta = delta + (~owed[0]).to(delta.dtype) @ owed[1]
     if delta is not None:
         residual = residual + delta
     wide = residual.float()
@@ -112,6 +99,7 @@ def route_token(
         SPLITS_P=triton.next_power_of_2(scratch.splits), BLOCK_D=scratch.block,
         WIDTH_P=triton.next_power_of_2(width), ALWAYS_P=triton.next_power_of_2(max(always, 1)), NORM=router.norm,
         SILU=router.silu, HAS_DELTA=delta is not None, HAS_VECTORS=owed is not None,
+        BLOCK_V=min(128, triton.next_power_of_2(previous.shape[1])),
         BLOCK_G=min(128, max(16, triton.next_power_of_2(groups))), CHAINED=chained, num_warps=8,
         **chain_option(chained),
     )  # fmt: skip

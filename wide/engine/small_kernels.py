@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from wide_kernels.gqa import mma, narrow, wait_and_release
+from wide_kernels.gqa import narrow, wait_and_release
 
 ROUTER_EPS = tl.constexpr(1e-6)
 
@@ -24,46 +24,6 @@ def add_norm_kernel(residual, delta, weight, out, square, width, eps, HAS_DELTA:
     normed = narrow(x * tl.rsqrt(mean_square + eps), out.dtype.element_ty).to(tl.float32)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, narrow(normed * w, out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def pay_norm_kernel(
-    residual, delta, keep, vectors, weight, out, square, num_tokens, width, num_groups, stride_keep, eps,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_M tokens: residual += delta + the vectors of the skipped groups; then as `add_norm_kernel`, read again."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = token < num_tokens
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, width, BLOCK_D):
-        column = start + tl.arange(0, BLOCK_D)
-        inside = live[:, None] & (column < width)[None, :]
-        place = token[:, None] * width + column[None, :]
-        x = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        x += tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
-        for first in range(0, num_groups, BLOCK_G):
-            group = first + tl.arange(0, BLOCK_G)
-            known = group < num_groups
-            flags = keep + token[:, None] * stride_keep + group[None, :]
-            skipped = tl.load(flags, mask=live[:, None] & known[None, :], other=1) == 0
-            rows = vectors + group.to(tl.int64)[:, None] * width + column[None, :]
-            values = tl.load(rows, mask=known[:, None] & (column < width)[None, :], other=0.0)
-            x = mma(narrow(skipped.to(tl.float32), values.dtype), values, x, "ieee")
-        rounded = narrow(x, residual.dtype.element_ty)
-        tl.store(residual + place, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-        total += tl.sum(x * x, 1)
-    mean_square = total / width
-    tl.store(square + token, mean_square, mask=live)
-    scale = tl.rsqrt(mean_square + eps)
-    for start in range(0, width, BLOCK_D):
-        column = start + tl.arange(0, BLOCK_D)
-        inside = live[:, None] & (column < width)[None, :]
-        place = token[:, None] * width + column[None, :]
-        x = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        normed = narrow(x * scale[:, None], out.dtype.element_ty).to(tl.float32)
-        w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-        tl.store(out + place, narrow(normed * w[None, :], out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -105,12 +65,13 @@ def route_token_kernel(
     keep, active, counts, partial, counter, width, eps, num_groups, num_previous, always,
     RANK: tl.constexpr, RANK_P: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDTH_P: tl.constexpr, ALWAYS_P: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_VECTORS: tl.constexpr, BLOCK_G: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_VECTORS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_G: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Every program adds its columns and multiplies them with the router; the last to finish norms and decides.
 
-    With a delta, the kernel before this one wrote nothing but the delta, so everything else is read before waiting
-    for it: the vectors, and the weights that the last program needs (any program may be the last).
+    The kernel is a chain of waits on memory, so all that can be is read at its start: the weights that only the last
+    program needs (any may be the last) and, when there is a delta, which is then all that the kernel before wrote,
+    the vectors and the residual too, before waiting for that kernel.
     """
     split = tl.program_id(0)
     column = split * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -118,18 +79,25 @@ def route_token_kernel(
     rank = tl.arange(0, RANK_P)
     if not HAS_DELTA:
         wait_and_release(CHAINED)
+    x = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(
         reduce + rank[:, None] * width + column[None, :], mask=(rank < RANK)[:, None] & inside[None, :], other=0.0
     )
-    first_rows = _decide_rows(decide, 0, num_groups, RANK, RANK_P, BLOCK_G)
-    norm_weight = tl.load(weight + tl.arange(0, WIDTH_P), mask=tl.arange(0, WIDTH_P) < width, other=0.0)
-    x = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
+    row = bias
+    if num_rows > 1:
+        row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
+    first_rows, first_bias = _decide_rows(decide, row, 0, num_groups, RANK, RANK_P, BLOCK_G)
+    rank_bias = tl.load(reduce_bias + rank, mask=rank < RANK, other=0.0)
+    everything = tl.arange(0, WIDTH_P)
+    norm_weight = tl.load(weight + everything, mask=everything < width, other=0.0)
     if HAS_VECTORS:
-        for first in range(0, num_previous, 64):
-            group = first + tl.arange(0, 64)
-            skipped = (group < num_previous) & (tl.load(previous + group, mask=group < num_previous, other=1) == 0)
+        for first in range(0, num_previous, BLOCK_V):
+            group = first + tl.arange(0, BLOCK_V)
+            known = group < num_previous
             pointers = vectors + group.to(tl.int64)[:, None] * width + column[None, :]
-            x += tl.sum(tl.load(pointers, mask=skipped[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
+            values = tl.load(pointers, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            skipped = tl.load(previous + group, mask=known, other=1) == 0
+            x += tl.sum(tl.where(skipped[:, None], values, 0.0), 0)
     if HAS_DELTA:
         wait_and_release(CHAINED)
         x += tl.load(delta + column, mask=inside, other=0.0).to(tl.float32)
@@ -142,63 +110,59 @@ def route_token_kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel") != SPLITS - 1:
         return
     tl.store(counter, 0)
+    # What other programs stored is not read from the first-level cache.
     splits = tl.arange(0, SPLITS_P)
     rows = partial + splits * (RANK_P + 1)
-    mean_square = tl.sum(tl.load(rows + RANK_P, mask=splits < SPLITS, other=0.0, cache_modifier=".cg")) / width
+    squares = tl.load(rows + RANK_P, mask=splits < SPLITS, other=0.0, cache_modifier=".cg")
     parts = tl.load(rows[:, None] + rank[None, :], mask=(splits < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
-    _norm_token(residual, norm_weight, out, mean_square, width, eps, WIDTH_P)
+    whole = tl.load(residual + everything, mask=everything < width, other=0.0, cache_modifier=".cg").to(tl.float32)
+    mean_square = tl.sum(squares) / width
     z = tl.sum(parts, 0)
     if NORM:
         z *= tl.rsqrt(mean_square + ROUTER_EPS)
-    z += tl.load(reduce_bias + rank, mask=rank < RANK, other=0.0)
+    z += rank_bias
     if SILU:
         z = z / (1.0 + tl.exp(-z))
-    row = bias
-    if num_rows > 1:
-        row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
-    _list_groups(z, first_rows, decide, row, keep, active, counts, num_groups, always, RANK, RANK_P, ALWAYS_P, BLOCK_G)
+    normed = narrow(whole * tl.rsqrt(mean_square + eps), out.dtype.element_ty).to(tl.float32)
+    scaled = narrow(normed * norm_weight.to(tl.float32), out.dtype.element_ty)
+    tl.store(out + everything, scaled, mask=everything < width)
+    _list_groups(
+        z, first_rows, first_bias, decide, row, keep, active, counts, num_groups, always,
+        RANK, RANK_P, ALWAYS_P, BLOCK_G,
+    )  # fmt: skip
 
 
 @triton.jit
-def _norm_token(residual, norm_weight, out, mean_square, width, eps, WIDTH_P: tl.constexpr):
-    """Norm of the one token, whose columns other programs stored (so not from the first-level cache)."""
-    column = tl.arange(0, WIDTH_P)
-    inside = column < width
-    x = tl.load(residual + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    normed = narrow(x * tl.rsqrt(mean_square + eps), out.dtype.element_ty).to(tl.float32)
-    tl.store(out + column, narrow(normed * norm_weight.to(tl.float32), out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _decide_rows(decide, first, num_groups, RANK: tl.constexpr, RANK_P: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Rows `first`.. of the router's second product, [BLOCK_G, RANK_P]."""
+def _decide_rows(decide, bias, first, num_groups, RANK: tl.constexpr, RANK_P: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Rows `first`.. of the router's second product, [BLOCK_G, RANK_P], and their biases."""
     group, rank = first + tl.arange(0, BLOCK_G), tl.arange(0, RANK_P)
-    filled = (group < num_groups)[:, None] & (rank < RANK)[None, :]
-    return tl.load(decide + group[:, None] * RANK + rank[None, :], mask=filled, other=0.0)
+    known = group < num_groups
+    filled = known[:, None] & (rank < RANK)[None, :]
+    rows = tl.load(decide + group[:, None] * RANK + rank[None, :], mask=filled, other=0.0)
+    return rows, tl.load(bias + group, mask=known, other=0.0)
 
 
 @triton.jit
 def _list_groups(
-    z, first_rows, decide, bias, keep, active, counts, num_groups, always,
+    z, w, b, decide, bias, keep, active, counts, num_groups, always,
     RANK: tl.constexpr, RANK_P: tl.constexpr, ALWAYS_P: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Decide every group; active ones go to the front of the list, then `always` more, skipped ones to its end."""
+    """Decide every group; active ones go to the front of the list, then `always` more, skipped ones to its end.
+
+    `w` and `b` are the first BLOCK_G rows of `decide` and `bias`.
+    """
     num_on = 0
-    num_off = 0
-    w = first_rows
     for first in range(0, num_groups, BLOCK_G):
         group = first + tl.arange(0, BLOCK_G)
         known = group < num_groups
         if first > 0:
-            w = _decide_rows(decide, first, num_groups, RANK, RANK_P, BLOCK_G)
-        logits = tl.sum(w * z[None, :], 1) + tl.load(bias + group, mask=known, other=0.0)
-        on = ((logits >= 0) & known).to(tl.int32)
-        off = known.to(tl.int32) - on
+            w, b = _decide_rows(decide, bias, first, num_groups, RANK, RANK_P, BLOCK_G)
+        on = ((tl.sum(w * z[None, :], 1) + b >= 0) & known).to(tl.int32)
         tl.store(keep + group, on.to(tl.uint8), mask=known)
-        place = tl.where(on != 0, num_on + tl.cumsum(on) - 1, num_groups + always - num_off - tl.cumsum(off))
+        until = num_on + tl.cumsum(on)  # active groups up to this one
+        place = tl.where(on != 0, until - 1, num_groups + always - 1 - (group - until))
         tl.store(active + place, group, mask=known)
         num_on += tl.sum(on)
-        num_off += tl.sum(off)
     extra = tl.arange(0, ALWAYS_P)
     tl.store(keep + num_groups + extra, tl.full((ALWAYS_P,), 1, tl.uint8), mask=extra < always)
     tl.store(active + num_on + extra, num_groups + extra, mask=extra < always)
