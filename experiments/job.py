@@ -39,8 +39,12 @@ JOBS: Counter[str] = Counter()
 """`started` and `failed` jobs of this process: a sweep that launched none, or lost some, must say so."""
 
 
-def run_job(node: DictConfig) -> None:
-    """Run one composed config; what goes wrong is recorded, printed and raised again."""
+OBJECTIVE = "log_perplexity_gap"
+"""Figure of the row that a job returns: what a sweeper that searches minimises."""
+
+
+def run_job(node: DictConfig) -> float | None:
+    """Run one composed config; what goes wrong is recorded, printed and raised again. Returns OBJECTIVE if measured."""
     hydra = HydraConfig.get()
     sweep = hydra.mode == RunMode.MULTIRUN
     run_dir = relative(hydra.runtime.output_dir)
@@ -53,7 +57,7 @@ def run_job(node: DictConfig) -> None:
             leave_refused(node, run_dir, error)
         raise_or_exit(error, run_dir, sweep)
     try:
-        execute(config, action, run_dir)
+        return execute(config, action, run_dir).get(OBJECTIVE)
     except Terminated as end:
         print(f"error: {end}", file=sys.stderr, flush=True)
         raise
@@ -78,17 +82,19 @@ def prepare(node: DictConfig, sweep: bool, run_dir: Path) -> tuple[Config, Modul
     return config, action
 
 
-def execute(config: Config, action: ModuleType, run_dir: Path) -> None:
-    """Run every part of the job, each with a folder and a row of its own."""
+def execute(config: Config, action: ModuleType, run_dir: Path) -> dict:
+    """Run every part of the job, each with a folder and a row of its own; returns the last part's metrics."""
+    metrics = {}
     for part in parts(config):
         folder = Path(part.output_dir)
         if folder != run_dir:
             action.check(part)
             folder.mkdir(exist_ok=True)  # every rank comes by here
             claim_folder(folder, part)
-        execute_part(part, action, folder, "/".join((run_dir.name, *folder.relative_to(run_dir).parts)))
+        metrics = execute_part(part, action, folder, "/".join((run_dir.name, *folder.relative_to(run_dir).parts)))
         if dist.is_initialized():
             dist.barrier()  # the next part reads what rank 0 has just written
+    return metrics
 
 
 def parts(config: Config) -> list[Config]:
@@ -107,10 +113,12 @@ def parts(config: Config) -> list[Config]:
     return [second] if start else [first, second]
 
 
-def execute_part(config: Config, action: ModuleType, run_dir: Path, run_id: str) -> None:
+def execute_part(config: Config, action: ModuleType, run_dir: Path, run_id: str) -> dict:
     row = results.base_row(config.to_dict(), run_id, results.command_line(), results.environment_report())
     try:
-        leave(config.results_file, run_dir, results.finished(row, action.run(config)))
+        metrics = action.run(config)
+        leave(config.results_file, run_dir, results.finished(row, metrics))
+        return metrics
     except BaseException as error:
         leave_failed(config.results_file, run_dir, results.failed(row, error))
         raise
@@ -195,11 +203,11 @@ def check_processes(trainer: TrainerConfig) -> None:
 
 def refuse_shared_sweep(config: Config) -> None:
     """Several devices inside a sequential sweep would re-enter the sweep on every rank."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     if config.trainer.devices * config.trainer.num_nodes > 1 and not launched:
         raise ValueError(
             f"trainer.devices={config.trainer.devices} in a sweep (-m) needs one process group per job: start each "
-            "job with torchrun, use a Slurm launcher, or sweep with trainer.devices=1"
+            "job with torchrun, use +sweep=slurm with as many tasks a node, or sweep with trainer.devices=1"
         )
 
 
@@ -209,7 +217,12 @@ def claim_folder(run_dir: Path, config: Config) -> None:
         return
     try:
         with open(run_dir / CONFIG, "x", encoding="utf-8") as file:
-            file.write(json.dumps(clean(config.to_dict()), indent=2) + "\n")
+            try:
+                file.write(json.dumps(clean(config.to_dict()), indent=2) + "\n")
+                file.flush()
+            except OSError:  # a folder that holds nothing must not look like a run's
+                (run_dir / CONFIG).unlink()
+                raise
     except FileExistsError:
         raise ValueError(
             f"{run_dir} already holds a run; choose another folder (hydra.run.dir), or go on with it in a new one "

@@ -55,6 +55,9 @@ def _explain_hydra(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read ({text.splitlines()[0]}); legal: KEY=VALUE, +KEY=VALUE, ~KEY"
+    plugin = re.search(r"Could not find 'hydra/(launcher|sweeper)/([^']+)'", text)
+    if plugin:
+        return f"hydra/{plugin[1]}={plugin[2]} is not installed here; pip install -e '.[sweep]' brings joblib, submitit, optuna"
     missing = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if missing:
         options = [o for o in re.findall(r"^\t(\w+)$", text, re.M) if o != "schema"]
@@ -99,6 +102,5 @@ def _legal_keys(key: str) -> list[str]:
 def check_sweep(arguments: list[str], jobs: Counter[str]) -> None:
     """A sweep whose glob matched nothing must not look like success."""
     sweeps = "-m" in arguments or "--multirun" in arguments
-    elsewhere = any(argument.startswith("hydra/launcher=") for argument in arguments)
-    if sweeps and not elsewhere and not jobs["started"]:
+    if sweeps and not jobs["started"]:
         raise ValueError("the sweep launched no job: does a glob in it match nothing?")

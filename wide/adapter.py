@@ -21,8 +21,6 @@ from wide.model import RoutedModel
 from wide.options import ModelConfig, StageConfig
 
 FOLDER, TENSORS = "adapter", "adapter_model.safetensors"
-IMPORTING = ("auto_mapping", "megatron_config")
-"""Settings of peft's that make it import modules by the name that the file gives."""
 
 
 class LoraRoutedModel(RoutedModel):
@@ -106,9 +104,9 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
         options = json.loads((folder / FOLDER / "adapter_config.json").read_text())
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the adapter of {folder} is incomplete: {error}") from None
-    odd = [key for key in IMPORTING if options.get(key)]
-    if options.get("peft_type") != "LORA" or odd:
-        raise ValueError(f"the adapter of {folder} is no plain LoRA: {', '.join(odd) or options.get('peft_type')}")
+    if options.get("peft_type") != "LORA" or options.get("megatron_config"):  # for those peft imports what a file names
+        odd = "megatron_config" if options.get("megatron_config") else options.get("peft_type")
+        raise ValueError(f"the adapter of {folder} is no plain LoRA: {odd}")
     model = PeftModel.from_pretrained(base, folder / FOLDER, torch_device=str(base.device))
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     if wanted != found:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def load(paths: str | Path | list[str] = DEFAULT_ROWS) -> pd.DataFrame:
     rows = read_rows(paths).to_dict("records")
     latest: dict[str, dict] = {}
     for row in rows:
+        if not all(isinstance(row.get(key), str) for key in ("run_id", "status", "config_hash")):
+            warnings.warn(
+                f"a row without run_id, status or config_hash is no run's and was skipped ({paths})", stacklevel=2
+            )
+            continue
         old = latest.get(row["config_hash"])
         if old is None or row["status"] == "finished" or old["status"] == "failed":
             latest[row["config_hash"]] = row
