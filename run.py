@@ -17,10 +17,10 @@ register_schemas()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(node: DictConfig) -> None:
+def main(node: DictConfig) -> float | None:
     from experiments.job import run_job
 
-    run_job(node)
+    return run_job(node)
 
 
 def cli() -> int:
@@ -34,19 +34,34 @@ def cli() -> int:
         main()
         check_sweep(sys.argv[1:], jobs())
     except Exception as error:
-        line = explain(error)
-        if jobs()["failed"] and jobs()["started"] > 1:
-            line = f"{jobs()['failed']} of {jobs()['started']} jobs failed; each left a failed row and error.txt"
-        if line is None:
+        if lost_jobs():
+            print(lost_jobs(), file=sys.stderr)
+        elif explain(error) is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        else:
+            print(f"error: {explain(error)}", file=sys.stderr)
         return 2 if explain(error) else 1
-    return 0
+    finally:
+        if reports := sys.modules.get("experiments.sweep_report"):
+            reports.mirror()
+    if lost_jobs():  # of a search that tolerates some
+        print(lost_jobs(), file=sys.stderr)
+    return int(bool(lost_jobs()))
 
 
 def jobs() -> Counter[str]:
-    """The tally of `experiments.job`; empty as long as no job started in this process."""
-    return getattr(sys.modules.get("experiments.job"), "JOBS", Counter())
+    """The tally of `experiments.job`, or of the sweep's folder where other processes ran the jobs."""
+    here = getattr(sys.modules.get("experiments.job"), "JOBS", Counter())
+    reports = sys.modules.get("experiments.sweep_report")
+    return here if here or reports is None else reports.tally()
+
+
+def lost_jobs() -> str | None:
+    """The line a sweep with failed jobs ends in."""
+    count = jobs()
+    if not count["failed"] or count["started"] < 2:
+        return None
+    return f"error: {count['failed']} of {count['started']} jobs failed; each left a failed row and error.txt"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def _explain_hydra(error: BaseException) -> str:
         return f"{error.override!r} cannot be read ({text.splitlines()[0]}); legal: KEY=VALUE, +KEY=VALUE, ~KEY"
     plugin = re.search(r"Could not find 'hydra/(launcher|sweeper)/([^']+)'", text)
     if plugin:
-        return f"hydra/{plugin[1]}={plugin[2]} is not installed here; pip install -e '.[sweep]' brings joblib, submitit, optuna"
+        extra = "ray" if plugin[2].startswith("ray") else "sweep"
+        return f"hydra/{plugin[1]}={plugin[2]} is not installed here; pip install -e '.[{extra}]' brings it"
     missing = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if missing:
         options = [o for o in re.findall(r"^\t(\w+)$", text, re.M) if o != "schema"]

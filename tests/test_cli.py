@@ -138,7 +138,7 @@ def test_a_prepared_run_owns_its_folder(tmp_path):
 
 
 def test_several_devices_are_refused_in_a_sweep_that_was_not_launched_for_them(tmp_path, monkeypatch):
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"trainer.devices=2 in a sweep .*torchrun"):
         prepare(composed("trainer.devices=2"), sweep=True, run_dir=tmp_path)
@@ -185,7 +185,7 @@ def test_sweep_with_a_failing_job(cli):
     assert list(rows.status) == ["finished", "finished", "failed", "finished"]
     assert rows.error[2] == "ValueError" and "attn_group_size=3" in rows.message[2]
     (sweep,) = (cli.folder / "outputs" / "sweeps").iterdir()
-    folders = sorted(path for path in sweep.iterdir() if path.is_dir())
+    folders = sorted(path for path in sweep.iterdir() if path.is_dir() and path.name != "wandb")
     assert [folder.name for folder in folders] == [f"{number}-tiny" for number in range(4)]
     runs = [OfflineRun(folder) for folder in folders]
     assert [run.exit_code for run in runs] == [0, 0, 1, 0]
@@ -193,6 +193,16 @@ def test_sweep_with_a_failing_job(cli):
     assert [run.config["method"]["attn_group_size"] for run in runs] == [1, 2, 3, 4]
     assert [row["calibrate/step"] for row in runs[0].history if "calibrate/loss" in row]
     assert (folders[2] / "error.txt").read_text().startswith("Traceback")
+
+
+def test_sweep_in_other_processes_counts_its_jobs(cli):
+    """The parent runs none of them: it learns from their folders that one failed."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    process = cli("-m", *TINY, "+sweep=joblib", "method.attn_group_size=2,3")
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].startswith("error: 1 of 2 jobs failed") and "Traceback" not in process.stderr
+    assert sorted(rows_of(cli).status) == ["failed", "finished"]
+    assert len(list((cli.folder / "outputs" / "sweeps").glob("*/*/row.jsonl"))) == 2
 
 
 def test_run_that_fails_midway_is_a_failed_row_and_a_failed_tracker_run(cli):

@@ -1,6 +1,7 @@
 """Every config file composes and validates; every mistake is one sentence that names the key and the legal values."""
 
 import dataclasses
+import importlib.util
 import re
 from collections import Counter
 
@@ -21,7 +22,7 @@ from wide.options import GROUPS, Config
 CONF = ROOT / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OPTIONS = sorted(
-    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in ("experiment", "hydra")
+    (path.parent.name, path.stem) for path in CONF.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
 )
 NEEDS_PATH = {"hub", "local", "gguf", "files"}
 
@@ -249,8 +250,28 @@ def test_sweep_without_jobs_is_refused_and_others_are_not():
     with pytest.raises(ValueError, match="no job"):
         check_sweep(["-m", "+experiment=glob(zzz*)"], Counter())
     check_sweep(["-m", "seed=1,2"], Counter(started=2))
-    check_sweep(["-m", "hydra/launcher=joblib"], Counter())
     check_sweep(["seed=1"], Counter())
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "option"),
+    [
+        ("joblib", "launcher", "joblib"),
+        ("local", "launcher", "submitit_local"),
+        ("slurm", "launcher", "submitit_slurm"),
+        ("ray", "launcher", "ray"),
+        ("optuna", "sweeper", "optuna"),
+    ],
+)
+def test_sweep_presets_choose_a_plugin_or_say_how_to_get_it(name, group, option):
+    """In the config of the whole sweep; the job's own config stays that of a single run."""
+    overrides = ["+experiment=tiny", f"+sweep={name}"]
+    if importlib.util.find_spec(f"hydra_plugins.hydra_{option.split('_')[0]}_{group}") is None:
+        assert f"hydra/{group}={option} is not installed here; pip install -e" in mistake(*overrides)
+        return
+    node = compose("config", return_hydra_config=True, overrides=overrides)
+    assert node.hydra.runtime.choices[f"hydra/{group}"] == option
+    assert make(*overrides) == make("+experiment=tiny")
 
 
 def test_every_group_has_a_schema_entry_in_each_of_its_files():
