@@ -13,6 +13,8 @@ COLUMNS = [
     Column("over best dense path", "speedup_over_best_dense"),
     Column("GB", "memory_gb", digits=1),
 ]
+SHORT_COLUMNS = [COLUMNS[0], COLUMNS[1], Column("speedup", "speedup_over_best_dense")]
+SHORT_HEADS = ["model", "phase", "batch", "tokens", "path", "skipped", "G"]
 HEADS = ["model", "card", "phase", "batch", "tokens", "path", "sparsity", "G", "correct"]
 NOTE = (
     "Median of the repeats. The limit is what the card's measured rates allow for the kept work; `correct` says "
@@ -24,6 +26,7 @@ PAPER_TOKENS = 16384
 
 def build(rows: pd.DataFrame) -> list[Table]:
     table = Table("latency", "Latency, end to end", NOTE, HEADS, COLUMNS)
+    short = Table("latency_short", "Latency, end to end, half of the groups skipped", NOTE, SHORT_HEADS, SHORT_COLUMNS)
     timed = rows[rows["action"] == "latency"]
     for run in timed.to_dict("records"):
         if run["status"] == "failed":
@@ -31,10 +34,14 @@ def build(rows: pd.DataFrame) -> list[Table]:
             table.add((str(run["model"]), str(run["device"]), *[""] * 6, "no"), [cell] * len(COLUMNS))
             continue
         for row in run["measurements"]:
-            table.add(labels(row, run), [cell_of(row, run, column) for column in COLUMNS])
-    if not table.cells:
-        table.add(("llama8b", *[""] * 8), [Cell(status="missing")] * len(COLUMNS))
-    return [table]
+            name = labels(row, run)
+            table.add(name, [cell_of(row, run, column) for column in COLUMNS])
+            if row["sparsity"] in (0.0, 0.5) and row["correct"]:
+                short.add((name[0], *name[2:8]), [cell_of(row, run, column) for column in SHORT_COLUMNS])
+    for empty in (table, short):
+        if not empty.cells:
+            empty.add(("llama8b", *[""] * (len(empty.heads) - 1)), [Cell(status="missing")] * len(empty.columns))
+    return [table, short]
 
 
 def labels(row: dict, run: dict) -> tuple[str, ...]:

@@ -13,20 +13,20 @@ OPERATORS = ("attention_prefill", "attention_chunk", "attention_decode")
 MODELS_TUNED = ("llama-3.1-8b", "smollm2-135m")
 PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096, 16384)
 CHUNKS = ((128, 4096), (512, 4096), (1024, 8192), (2048, 16384))
-CACHES = (256, 1024, 2048, 4096, 16384, 32768)
+CACHES = ((1, 256), (1, 1024), (1, 2048), (1, 4096), (1, 16384), (1, 32768), (16, 2048), (16, 16384))  # batch, keys
 NO_LIMIT = 10**9
 LOSS = 1.02  # a route may be this much slower than expected before it is not taken
 
 
 def shapes(operator: str, model: str) -> list[tuple[int, dict]]:
-    """(count of queries or cached keys, sizes) in ascending order of the count."""
+    """(count of queries, or of cached keys over the batch; sizes) in ascending order of the count."""
     m = MODELS[model]
-    heads = {"H": m.num_heads, "K": m.num_kv_heads, "D": m.head_size, "batch": 1}
+    heads = {"H": m.num_heads, "K": m.num_kv_heads, "D": m.head_size}
     if operator == "attention_prefill":
-        return [(n, heads | {"queries": n, "keys": n}) for n in PROMPTS]
+        return [(n, heads | {"batch": 1, "queries": n, "keys": n}) for n in PROMPTS]
     if operator == "attention_chunk":
-        return [(n, heads | {"queries": n, "keys": keys}) for n, keys in CHUNKS]
-    return [(n, heads | {"queries": 1, "keys": n}) for n in CACHES]
+        return [(n, heads | {"batch": 1, "queries": n, "keys": keys}) for n, keys in CHUNKS]
+    return [(batch * n, heads | {"batch": batch, "queries": 1, "keys": n}) for batch, n in CACHES]
 
 
 def record(operator: str, model: str, count: int, shape: dict) -> dict:
@@ -34,7 +34,8 @@ def record(operator: str, model: str, count: int, shape: dict) -> dict:
     call = "attention_decode" if operator == "attention_decode" else "attention_prefill"
     times = {}
     for keep in (0.5, 1.0):
-        mask = exact_keep_mask(shape["queries"], shape["K"], keep).view(1, shape["queries"], shape["K"])
+        rows = shape["batch"] * shape["queries"]
+        mask = exact_keep_mask(rows, shape["K"], keep).view(shape["batch"], shape["queries"], shape["K"])
         problems = {route: AttentionProblem(call, shape, mask, route=route) for route in ("skip", "dense")}
         for problem in problems.values():
             verdict = problem.check()
@@ -56,16 +57,20 @@ def largest_keep(row: dict) -> float:
 
 
 def rules_of(records: list[dict]) -> list[dict]:
-    """A rule for each measured count, up to the next one."""
+    """A rule for each measured count, up to the next one; of equal counts the one that skips less far decides."""
     rules = []
     for row in records:
-        later = [r["count"] for r in records if _family(r) == _family(row) and r["count"] > row["count"]]
-        keep = largest_keep(row)
+        alike = [r for r in records if _family(r) == _family(row)]
+        same = [r for r in alike if r["count"] == row["count"]]
+        if row is not same[0]:
+            continue
+        later = [r["count"] for r in alike if r["count"] > row["count"]]
+        keep = min(largest_keep(r) for r in same)
         rules.append({
             "operator": row["operator"], "route": "skip" if keep else "dense", "min_tokens": row["count"],
             "max_tokens": min(later, default=NO_LIMIT + 1) - 1, "min_group_size": row["head_size"],
             "min_weight_size": row["width"], "config": [], "max_keep": keep or 1.0,
-            "speedup": round(row["dense_0.5"] / row["skip_0.5"], 3),
+            "speedup": min(round(r["dense_0.5"] / r["skip_0.5"], 3) for r in same),
         })  # fmt: skip
     return rules
 

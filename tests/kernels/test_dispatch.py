@@ -48,6 +48,8 @@ def test_attention_skips_up_to_the_share_where_the_dense_time_is_reached():
     assert (small["route"], small["min_tokens"], small["max_tokens"], small["max_keep"]) == ("dense", 64, 255, 1.0)
     assert (large["route"], large["max_keep"], large["speedup"]) == ("skip", 0.75, 1.53)
     assert large["max_tokens"] > 10**8
+    both = rules_of([attention(256, 1.0, 2.0, 3.0), attention(256, 1.0, 2.0, 1.53)])
+    assert [rule["max_keep"] for rule in both] == [0.75]
 
 
 def test_linear_rules_skip_where_the_margin_is_won_and_say_how_far():
