@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test tables data lint clean
+.PHONY: demo test tables data docs lint clean
 
 demo: .venv/.demo
 	$(BIN)/python run.py $(ARGS)
@@ -18,6 +18,9 @@ tables: .venv/.demo
 
 data: .venv/.dev
 	$(BIN)/python -m experiments.prefetch $(ARGS)
+
+docs: .venv/.dev
+	$(BIN)/pdoc wide experiments wide_kernels -o site
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

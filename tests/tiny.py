@@ -10,7 +10,7 @@ from wide.families import Geometry
 from wide.methods import load as load_method
 from wide.model import RoutedModel
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "smol")
+FAMILIES = (*families.names(), "smol")
 
 
 def routed(family: str, attn: str = "sdpa", seed: int = 0, **options) -> RoutedModel:
