@@ -34,7 +34,7 @@ class SweepReport(Callback):
 
 
 def mirror() -> None:
-    """Log the ended sweep; called from outside, since Hydra ends a sweep that lost a job without a word to callbacks."""
+    """Log the ended sweep. Called from outside: Hydra ends a sweep that lost a job without a word to its callbacks."""
     for config, folder in zip(CONFIGS, FOLDERS, strict=True):
         if (folder / "report.html").is_file():
             log_sweep(config, folder)

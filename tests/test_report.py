@@ -139,7 +139,9 @@ def test_a_run_and_its_sweep_leave_their_reports_and_log_them(cli):
     points = report["dial_curve"]["points"]
     assert len(points) == 17 and points[0]["sparsity_total"] < points[-1]["sparsity_total"]
     assert (run / "dial_curve.png").read_bytes().startswith(PNG)
-    assert any(row.get("report._type") == "html-file" for row in OfflineRun(run).history)
+    for folder in (run, sweep):
+        assert any(row.get("report._type") == "html-file" for row in OfflineRun(folder).history)
+    assert OfflineRun(sweep).run.job_type == "sweep" and OfflineRun(sweep).exit_code == 1
 
 
 def test_pictures_of_the_committed_rows(tmp_path):
