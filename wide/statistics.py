@@ -3,18 +3,22 @@
 Used by methods before any training. `routed` is a `wide.model.RoutedModel`; this file lies below it in the imports.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wide import families
 from wide.routing import KINDS
 
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
+
 
 @torch.no_grad()
-def mean_inputs(routed: nn.Module, batches: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def mean_inputs(routed: "RoutedModel", batches: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Mean input of every o_proj ("attention") and down_proj ("ffn") over the real tokens: [L, width] float64."""
     sums: dict[tuple[str, int], Tensor] = {}
     count = 0
@@ -33,7 +37,7 @@ def mean_inputs(routed: nn.Module, batches: Iterable[dict[str, Tensor]]) -> dict
 
 
 @contextmanager
-def watch_inputs(routed: nn.Module, see):
+def watch_inputs(routed: "RoutedModel", see: Callable[[str, int, Tensor], None]) -> Iterator[None]:
     """Call `see(kind, layer, inputs)` with what each o_proj and down_proj reads [B, T, width]."""
     paths = dict(zip(KINDS, (routed.layout.o_proj, routed.layout.down_proj), strict=True))
     handles = [
@@ -51,7 +55,7 @@ def watch_inputs(routed: nn.Module, see):
 
 
 @torch.no_grad()
-def mean_outputs(routed: nn.Module, batches: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def mean_outputs(routed: "RoutedModel", batches: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What each group adds to the residual stream on average: {kind: [L, G, D]} float32.
 
     A group's output is linear in its slice of the input, so its mean is the mean slice through the weight's columns.
@@ -61,7 +65,7 @@ def mean_outputs(routed: nn.Module, batches: Iterable[dict[str, Tensor]]) -> dic
     for kind, means in mean_inputs(routed, batches).items():
         rows = []
         for mean, layer in zip(means, routed.decoder_layers(), strict=True):
-            weight = families.get_path(layer, paths[kind]).weight  # [D, width]
+            weight = families.get_weight(layer, paths[kind])  # [D, width]
             groups = routed.gates.num_groups[kind]
             slices = weight.double().unflatten(1, (groups, -1))  # [D, G, width / G]
             rows.append(torch.einsum("dgw,gw->gd", slices, mean.unflatten(0, (groups, -1))))

@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -111,6 +111,13 @@ def tiny_config(model_type: str) -> PretrainedConfig:
 def get_path(root: nn.Module, path: str) -> nn.Module:
     """`get_path(layer, "self_attn.o_proj")`, through whatever wraps the modules on the way (LoRA does not rename)."""
     return root.get_submodule(path)
+
+
+def get_weight(root: nn.Module, path: str) -> Tensor:
+    """The weight of the module at `path`."""
+    weight = get_path(root, path).weight
+    assert isinstance(weight, Tensor), f"{path} holds no weight"
+    return weight
 
 
 def legal_attn_group_sizes(geometry: Geometry) -> list[int]:

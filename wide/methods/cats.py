@@ -8,13 +8,17 @@ output, for which Q and the attention core run. Thresholds are quantiles of the 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wide.families import Geometry
 from wide.methods.provider import GateProvider, check_options
 from wide.routing import KINDS
+
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
 
 
 @dataclass
@@ -101,7 +105,7 @@ class CatsProvider(GateProvider):
             return (logits + self.dial[layer, KINDS.index(kind)] >= 0).float()
 
     @torch.no_grad()
-    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    def prepare(self, routed: "RoutedModel", batches: list[dict[str, Tensor]]) -> None:
         """Set the thresholds to quantiles of the scores in the dense model."""
         self.recorded = {}
         for batch in batches:

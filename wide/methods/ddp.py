@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
-from wide.methods.provider import GateProvider, check_options
+from wide.methods.provider import GateProvider, check_options, parameters_per_layer
 from wide.routing import KINDS
 
 
@@ -63,7 +63,7 @@ class DDPProvider(GateProvider):
     def __init__(self, config: Config, geometry: Geometry):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)
         self.config = config
-        self.strengths = nn.ModuleDict()
+        self.strengths = parameters_per_layer()
         for kind in KINDS:
             rows = [nn.Parameter(torch.ones(self.num_groups[kind])) for _ in range(geometry.num_layers)]
             self.strengths[kind] = nn.ParameterList(rows)

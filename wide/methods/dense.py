@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
-from wide.methods.provider import GateProvider
+from wide.methods.provider import GateProvider, parameters_per_layer
 from wide.routing import KINDS
 
 
@@ -32,8 +32,8 @@ class DenseProvider(GateProvider):
 
     def __init__(self, config: Config, geometry: Geometry):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)
-        self.vectors = nn.ModuleDict() if config.bias else None
-        for kind in KINDS if config.bias else ():
+        self.vectors = parameters_per_layer() if config.bias else None
+        for kind in KINDS if self.vectors is not None else ():
             shape = (self.num_groups[kind], geometry.hidden_size)
             rows = [nn.Parameter(torch.zeros(shape)) for _ in range(geometry.num_layers)]
             self.vectors[kind] = nn.ParameterList(rows)

@@ -6,15 +6,19 @@ perplexities are measured anew after each removal: SLEB (2402.09025) for layers,
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from wide import families
 from wide.families import Geometry
 from wide.methods.provider import StaticProvider, check_options, group_prices
 from wide.routing import KINDS
+
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
 
 Unit = tuple[tuple[str, int], ...]
 """The sublayers (kind, layer) that go together."""
@@ -72,7 +76,7 @@ class DepthProvider(StaticProvider):
             return [tuple((kind, layer) for kind in KINDS) for layer in layers]
         return [((kind, layer),) for layer in layers for kind in KINDS]
 
-    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    def prepare(self, routed: "RoutedModel", batches: list[dict[str, Tensor]]) -> None:
         """Remove units, least important first, until the removed price is as close to the target as can be."""
         prices = group_prices(self, self.config.budget_price)
         total = sum(prices.values()) * self.geometry.num_layers
@@ -90,7 +94,7 @@ class DepthProvider(StaticProvider):
             if self.config.greedy:
                 scores = self.scores(routed, batches, left)
 
-    def scores(self, routed: nn.Module, batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
+    def scores(self, routed: "RoutedModel", batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
         """Importance of each unit under the present decisions; the lowest goes first."""
         if self.config.score == "influence":
             return influence(routed, batches, units)
@@ -109,14 +113,14 @@ class DepthProvider(StaticProvider):
             self.get_buffer(f"keep_{kind}")[layer] = keep
 
 
-def text_loss(routed: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def text_loss(routed: "RoutedModel", batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, by the stock model's own loss."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     return routed(**batch, labels=batch["input_ids"].masked_fill(mask == 0, -100)).loss
 
 
 @torch.no_grad()
-def influence(routed: nn.Module, batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
+def influence(routed: "RoutedModel", batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
     """1 - mean cosine between the residual stream before and after each unit, in the dense model."""
     streams: dict[int, Tensor] = {}
     handles = []
@@ -147,7 +151,12 @@ def influence(routed: nn.Module, batches: list[dict[str, Tensor]], units: list[U
     return {unit: total / count for unit, total in sums.items()}
 
 
-def taylor(routed: nn.Module, batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
+def _moved(weight: Tensor) -> float:
+    assert weight.grad is not None
+    return float((weight.detach() * weight.grad).abs().double().sum())
+
+
+def taylor(routed: "RoutedModel", batches: list[dict[str, Tensor]], units: list[Unit]) -> dict[Unit, float]:
     """Sum over a unit's linear weights of |weight x gradient of the text's loss|, in the dense model."""
     layout = routed.layout
     paths = {
@@ -156,7 +165,7 @@ def taylor(routed: nn.Module, batches: list[dict[str, Tensor]], units: list[Unit
     }
     layers = routed.decoder_layers()
     weights = {
-        unit: [families.get_path(layers[layer], path).weight for kind, layer in unit for path in paths[kind]]
+        unit: [families.get_weight(layers[layer], path) for kind, layer in unit for path in paths[kind]]
         for unit in units
     }
     every = [weight for rows in weights.values() for weight in rows]
@@ -165,7 +174,7 @@ def taylor(routed: nn.Module, batches: list[dict[str, Tensor]], units: list[Unit
     with routed.dense(), torch.enable_grad():
         for batch in batches:
             (text_loss(routed, batch) / len(batches)).backward()
-    scores = {u: float(sum((w.detach() * w.grad).abs().double().sum() for w in rows)) for u, rows in weights.items()}
+    scores = {unit: sum(_moved(weight) for weight in rows) for unit, rows in weights.items()}
     for weight in every:
         weight.requires_grad_(False)
         weight.grad = None

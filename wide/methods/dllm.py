@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
-from wide.methods.provider import GateProvider, check_options
+from wide.methods.provider import GateProvider, check_options, per_layer
 from wide.routing import KINDS, hard_gate
 
 ALWAYS = 1e4
@@ -84,7 +84,7 @@ class DLLMProvider(GateProvider):
                 f"legal: 0 to {geometry.num_layers - 1}"
             )
         self.config, self.kv = config, "evicted" if config.evict else "kept"
-        self.routers = nn.ModuleDict()
+        self.routers = per_layer()
         for kind in KINDS if config.unit == "sublayer" else ("attention",):
             routers = [build_router(config, geometry.hidden_size) for _ in range(geometry.num_layers)]
             self.routers[kind] = nn.ModuleList(routers)

@@ -7,15 +7,19 @@ Groups of a KV head's query heads (`attn_group_size` = query heads per KV head) 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wide import families
 from wide.families import Geometry
 from wide.methods.provider import StaticProvider, check_options, group_prices, keep_highest
 from wide.routing import KINDS
 from wide.statistics import watch_inputs
+
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
 
 
 @dataclass
@@ -62,7 +66,7 @@ class FlapProvider(StaticProvider):
         return self.get_buffer(f"mean_{kind}")[layer] if self.config.compensation else None
 
     @torch.no_grad()
-    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    def prepare(self, routed: "RoutedModel", batches: list[dict[str, Tensor]]) -> None:
         """Score every group on the dense model's activations and remove the lowest."""
         means, squares = input_moments(routed, batches)
         for kind in KINDS if self.config.compensation else ():
@@ -76,10 +80,10 @@ class FlapProvider(StaticProvider):
         for kind in KINDS:
             self.get_buffer(f"keep_{kind}").copy_(keep[kind])
 
-    def scores(self, routed: nn.Module, kind: str, means: Tensor, squares: Tensor) -> Tensor:
+    def scores(self, routed: "RoutedModel", kind: str, means: Tensor, squares: Tensor) -> Tensor:
         """Importance of every group, [L, G] float64, from the first two moments of its inputs [L, width]."""
         path = routed.layout.o_proj if kind == "attention" else routed.layout.down_proj
-        weights = [families.get_path(layer, path).weight.double() for layer in routed.decoder_layers()]  # [D, width]
+        weights = [families.get_weight(layer, path).double() for layer in routed.decoder_layers()]  # [D, width]
         if self.config.score == "magnitude":
             columns = torch.stack([weight.abs().mean(0) for weight in weights]) * squares.sqrt()
         else:
@@ -91,9 +95,12 @@ class FlapProvider(StaticProvider):
 
 
 @torch.no_grad()
-def input_moments(routed: nn.Module, batches: list[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def input_moments(
+    routed: "RoutedModel", batches: list[dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Mean and mean square of every input of o_proj ("attention") and down_proj ("ffn"): {kind: [L, width]} float64."""
-    layers, sums = range(routed.geometry.num_layers), {}
+    layers = range(routed.geometry.num_layers)
+    sums: dict[tuple[str, int], Tensor] = {}
     count = 0
     for batch in batches:
         valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()

@@ -8,12 +8,16 @@ skipped one. Whatever a step needs beyond the hidden states (noise, temperature,
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
 from wide.routing import KINDS
+
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
 
 
 @dataclass
@@ -46,6 +50,8 @@ class GateProvider(nn.Module):
     """Training blocks that `prepare` reads before anything is trained; 0: the method needs none."""
     evaluations: tuple[str, ...] = ()
     """Further ways of deciding, beside the deployed one, on which the run reports (see `evaluated`)."""
+    dial: Tensor
+    """[L, 2] buffer: bias on the logits of each layer and kind."""
     channel_order: Tensor | None
     """[L, F] int64 buffer of a method that reorders FFN channels: stock index of each channel (see `wide.cluster`)."""
 
@@ -68,6 +74,10 @@ class GateProvider(nn.Module):
         """Columns of the o_proj (head group times head size) or down_proj (channels) input that one gate covers."""
         return self.attn_group_size * self.geometry.head_dim if kind == "attention" else self.ffn_group_size
 
+    def logits(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
+        """Execute minus skip [B, T, G] float32, before noise and dial; only where `supports_dial`."""
+        raise NotImplementedError
+
     def gate(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
         """Keep decisions in {0, 1}, float32 [B, T, G], from `hidden` [B, T, D]; differentiable in training."""
         raise NotImplementedError
@@ -77,8 +87,8 @@ class GateProvider(nn.Module):
         """Noise values a token needs in each layer for training."""
         return self.num_groups
 
-    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
-        """Fit what needs no training, from `routed` (a `wide.model.RoutedModel`) on model inputs of training text."""
+    def prepare(self, routed: "RoutedModel", batches: list[dict[str, Tensor]]) -> None:
+        """Fit what needs no training, from `routed` on model inputs of training text."""
         raise NotImplementedError
 
     def penalty(self, targets: dict[str, float], step: int, num_steps: int) -> Tensor | None:
@@ -118,6 +128,16 @@ class GateProvider(nn.Module):
         return 0
 
 
+def per_layer() -> dict[str, nn.ModuleList]:
+    """An empty `nn.ModuleDict`, {kind: a module for each layer}, as what it is used as."""
+    return cast("dict[str, nn.ModuleList]", nn.ModuleDict())
+
+
+def parameters_per_layer() -> dict[str, nn.ParameterList]:
+    """The same for {kind: a parameter for each layer}."""
+    return cast("dict[str, nn.ParameterList]", nn.ModuleDict())
+
+
 def check_options(
     config: object,
     shares: tuple[str, ...] = (),
@@ -132,11 +152,11 @@ def check_options(
         ValueError: one line naming key, value and legal values.
     """
     ranges = [(shares, 0, 1, "0 to 1"), (counts, 1, None, "1 or more"), (not_negative, 0, None, "0 or more")]
-    for keys, low, high, legal in ranges:
+    for keys, low, high, words in ranges:
         for key in keys:
             value = getattr(config, key)
             if value is not None and not (value >= low and (high is None or value <= high)):
-                raise ValueError(f"method.{key}={value} is out of range; legal: {legal}")
+                raise ValueError(f"method.{key}={value} is out of range; legal: {words}")
     for key in positive:
         if not getattr(config, key) > 0:
             raise ValueError(f"method.{key}={getattr(config, key)} is out of range; legal: above 0")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
-from wide.methods.provider import GateProvider, check_options
+from wide.methods.provider import GateProvider, check_options, per_layer
 from wide.routing import KINDS, Router, hard_gate
 
 
@@ -109,7 +109,7 @@ class SkipGPTProvider(GateProvider):
         self.spread: dict[tuple[str, int], Tensor] | None = {} if config.separation_weight > 0 else None
         self.sampling: torch.Generator | None = None
         generator = torch.Generator().manual_seed(seed)
-        self.routers = nn.ModuleDict()
+        self.routers = per_layer()
         for kind in KINDS:
             routers = [build_router(config, geometry.hidden_size) for _ in range(geometry.num_layers)]
             for router in routers:

@@ -5,14 +5,18 @@
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wide.families import Geometry
-from wide.methods.provider import GateProvider
+from wide.methods.provider import GateProvider, parameters_per_layer, per_layer
 from wide.routing import KINDS, Router, hard_gate
 from wide.statistics import mean_outputs
+
+if TYPE_CHECKING:
+    from wide.model import RoutedModel
 
 
 @dataclass
@@ -100,8 +104,8 @@ class WideProvider(GateProvider):
         self.spread: dict[tuple[str, int], Tensor] | None = {} if config.separation_weight > 0 else None
         if config.compensation and config.compensation_start == "mean":
             self.calibration_blocks = 64
-        self.routers = nn.ModuleDict()
-        self.vectors = nn.ModuleDict() if config.compensation else None
+        self.routers = per_layer()
+        self.vectors = parameters_per_layer() if config.compensation else None
         if config.cluster_channels:
             self.channel_order = torch.arange(geometry.ffn_size).repeat(geometry.num_layers, 1)
         generator = torch.Generator().manual_seed(seed)
@@ -139,8 +143,9 @@ class WideProvider(GateProvider):
         return hard_gate(logits + self.dial[layer, KINDS.index(kind)])
 
     @torch.no_grad()
-    def prepare(self, routed: nn.Module, batches: list[dict[str, Tensor]]) -> None:
+    def prepare(self, routed: "RoutedModel", batches: list[dict[str, Tensor]]) -> None:
         """Start the vectors at the groups' mean outputs."""
+        assert self.vectors is not None
         for kind, means in mean_outputs(routed, batches).items():
             for vectors, mean in zip(self.vectors[kind], means, strict=True):
                 vectors.copy_(mean)
