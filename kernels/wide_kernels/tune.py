@@ -197,7 +197,8 @@ def main(argv: list[str]) -> int:
 
     kept = [rule for rule in table.get(card, {}).get("rules", []) if stays(rule)]
     rules = sorted(kept + rules_of(records) + _tune_attention.rules_of(attention), key=rule_order)
-    table[card] = {"about": provenance("python -m wide_kernels.tune --operators " + " ".join(options.operators)), "rules": rules}
+    about = provenance("python -m wide_kernels.tune --operators " + " ".join(options.operators))
+    table[card] = {"about": about, "rules": rules}
     options.table.write_text(dumps(table))
     print(json.dumps({"card": card, "measured": len(records) + len(attention), "rules": len(rules)}))
     return 0
