@@ -1,4 +1,4 @@
-"""Options of the group `bench`: what the latency benchmark times."""
+"""Options of the group `bench`: what the latency and throughput benchmarks time."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from wide.ranges import check_choice, check_range
 
 @dataclass
 class BenchConfig:
-    """What the action `latency` times: first token and time per token of the engine and of dense baselines."""
+    """What the actions `latency` (first token, time per token, beside dense baselines) and `throughput` time."""
 
     name: str = "default"
     checkpoint: str = ""
@@ -26,6 +26,9 @@ class BenchConfig:
     new_tokens: int = 32
     """Tokens of one timing of the decoding."""
     repeats: int = 5
+    """Timings of which the median is taken; of the action `throughput`, optimiser steps."""
+    peak_tflops: float = 790.0
+    """What the action `throughput` takes for the card's arithmetic limit: a bfloat16 product on an H200."""
     breakdown: bool = True
     """Also sort the kernels of one forward into parts (GPU only)."""
     check_tokens: int = 4200
@@ -41,6 +44,7 @@ class BenchConfig:
             check_choice("bench", "baselines", value, ("transformers", "compiled", "reference"))
         check_range("bench", "new_tokens", self.new_tokens, 1)
         check_range("bench", "repeats", self.repeats, 1)
+        check_range("bench", "peak_tflops", self.peak_tflops, 1)
         check_range("bench", "check_tokens", self.check_tokens, 100)
         if not self.prefill and not self.decode:
             raise ValueError("bench.prefill and bench.decode are both empty; give at least one length")
