@@ -19,7 +19,6 @@ from types import ModuleType
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,7 +27,7 @@ from experiments.mistakes import explain
 from experiments.termination import Terminated, end_on_sigterm
 from wide import methods, results
 from wide.config import build, to_dataclass
-from wide.loggers import build_logger, finish
+from wide.loggers import build_logger, finish, global_rank
 from wide.options import Config, LoggerConfig, RecoveryConfig, RootConfig, StageConfig, TrainerConfig
 from wide.records import clean, redact
 
@@ -126,7 +125,7 @@ def execute_part(config: Config, action: ModuleType, run_dir: Path, run_id: str)
 
 def leave(results_file: str, run_dir: Path, row: dict) -> None:
     """The row beside the run's outputs and in the shared file; of a failure also the traceback."""
-    if rank_zero_only.rank != 0:
+    if global_rank() != 0:
         return
     if row["status"] == "failed":
         (run_dir / "error.txt").write_text(redact(traceback.format_exc()))
@@ -147,7 +146,7 @@ def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
 
     The config may be wrong anywhere, also where it says what the row's file and the tracker are.
     """
-    if rank_zero_only.rank != 0:
+    if global_rank() != 0:
         return
     asked = OmegaConf.to_container(node, resolve=True)
     row = results.base_row(asked, run_dir.name, results.command_line(), results.environment_report())
@@ -170,7 +169,7 @@ def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> None:
     if sweep:
         print(f"error: {run_dir.name}: {line or f'{type(error).__name__}: {error}'}", file=sys.stderr, flush=True)
     elif line is not None:
-        print(f"error: {redact(line)}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
     raise error
 
@@ -213,7 +212,7 @@ def refuse_shared_sweep(config: Config) -> None:
 
 def claim_folder(run_dir: Path, config: Config) -> None:
     """Write the resolved config, once: two runs never share a folder, however it was named."""
-    if rank_zero_only.rank != 0:
+    if global_rank() != 0:
         return
     try:
         with open(run_dir / CONFIG, "x", encoding="utf-8") as file:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from wide.config import unknown_key
 from wide.options import GROUPS, Config
+from wide.records import redact
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = (
@@ -33,7 +34,12 @@ ENVIRONMENT = (
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for a user's mistake; None when it is no mistake of the user's."""
+    """One line for a user's mistake, without secrets; None when it is no mistake of the user's."""
+    line = _explain(error)
+    return None if line is None else redact(line)
+
+
+def _explain(error: BaseException) -> str | None:
     if isinstance(error, ConfigCompositionException | HydraException | OmegaConfBaseException):
         return _explain_hydra(error)
     if isinstance(error, ValueError) and _is_ours(error):

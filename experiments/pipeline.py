@@ -10,7 +10,6 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from transformers import PreTrainedTokenizerBase
 
 from experiments import html_report, lora
@@ -26,7 +25,7 @@ from wide.checkpoint import save_pretrained
 from wide.data.batches import check_boundaries
 from wide.data.module import CalibrationData
 from wide.evaluation.accuracy import check_tasks
-from wide.loggers import build_logger, finish, lost_tracker
+from wide.loggers import build_logger, finish, global_rank, lost_tracker
 from wide.model import RoutedModel
 from wide.options import Config
 from wide.records import write_json
@@ -105,7 +104,7 @@ def _run(config: Config, run_dir: Path, logger: Logger | None, environment: dict
     metrics |= other_evaluations(config, routed, data)
     if not math.isfinite(metrics["routed_perplexity"]):
         raise RuntimeError(f"routed perplexity is {metrics['routed_perplexity']}: the run diverged")
-    if rank_zero_only.rank == 0:
+    if global_rank() == 0:
         _write(config, run_dir, routed, report, history, curve, metrics, environment, base_fingerprint)
         with lost_tracker():
             log_results(logger, run_dir, metrics)
@@ -142,7 +141,7 @@ def choose_device(config: Config) -> torch.device:
     if config.trainer.accelerator == "gpu" and not torch.cuda.is_available():
         raise ValueError("trainer.accelerator=gpu but no CUDA device is visible; legal here: cpu, auto")
     if wants_gpu and torch.cuda.is_available():
-        return torch.device("cuda", rank_zero_only.rank % torch.cuda.device_count())
+        return torch.device("cuda", global_rank() % torch.cuda.device_count())
     return torch.device("cpu")
 
 
@@ -185,12 +184,17 @@ def check_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     if config.eval.chat_tasks and not tokenizer.chat_template:
         raise ValueError("eval.chat_tasks needs a tokenizer with a chat template; legal here: eval.chat_tasks=[]")
     if config.eval.new_tokens:
-        length = len(tokenizer(config.eval.prompt)["input_ids"])
-        limit = min(read_geometry(config.model).max_positions, config.model.max_length)
-        if not 0 < length <= limit - config.eval.new_tokens:
+        ids, geometry = tokenizer(config.eval.prompt)["input_ids"], read_geometry(config.model)
+        limit = min(geometry.max_positions, config.model.max_length)
+        if not 0 < len(ids) <= limit - config.eval.new_tokens:
             raise ValueError(
-                f"eval.prompt has {length} tokens and eval.new_tokens={config.eval.new_tokens} come after it; legal: "
+                f"eval.prompt has {len(ids)} tokens and eval.new_tokens={config.eval.new_tokens} come after it; legal: "
                 f"at least one token in the prompt, {limit} in all, or eval.new_tokens=0"
+            )
+        if max(ids) >= geometry.vocab_size:
+            raise ValueError(
+                f"eval.prompt gives id {max(ids)}, but the model has {geometry.vocab_size} embedding rows; use its own "
+                "tokenizer, or eval.new_tokens=0"
             )
 
 
