@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from experiments.figures import layout_layers, quality
+from experiments.figures import dial_runs, layout_layers, quality
 from experiments.tables.rows import DEFAULT_ROWS, load
 
 OUT = Path(__file__).parent / "out"
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = load(options.rows)
     options.out.mkdir(parents=True, exist_ok=True)
-    for figure in (quality, layout_layers):
+    for figure in (quality, layout_layers, dial_runs):
         name = figure.__name__.rsplit(".")[-1]
         figure.save(rows, options.model, options.out / f"{name}_{options.model}.png")
     print(f"pictures in {options.out}")
