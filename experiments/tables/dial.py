@@ -14,8 +14,8 @@ COLUMNS = [
 ]
 NOTE = (
     f"SmolLM2-135M-Instruct, the project's recipe, 3 heads and 128 channels a group. Dialled: the checkpoint trained "
-    f"at {TRAINED}%, its dial fitted on training text to each sparsity; trained there: a run asked for it. Perplexity and "
-    "measured sparsity on held-out blocks."
+    f"at {TRAINED}%, its dial fitted on training text to each sparsity; trained there: a run asked for it. Perplexity "
+    "and measured sparsity on held-out blocks."
 )
 
 
