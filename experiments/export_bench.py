@@ -23,7 +23,7 @@ from wide.adapter import merge
 from wide.base_model import load_base
 from wide.checkpoint import from_pretrained, read_config, stored_base
 from wide.export import Shape, export_static
-from wide.results import append_row, command_line, environment_report
+from wide.results import append_row, environment_report
 
 TOLERANCE = 1e-5
 """Largest difference of a log-probability, float32."""
@@ -39,8 +39,15 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint = options.run / "checkpoint" if (options.run / "checkpoint").is_dir() else options.run
     with tempfile.TemporaryDirectory() as place:
         row = measure(checkpoint, options.folder or Path(place) / "export", Path(place) / "stock")
+    row |= {"command": f"python -m experiments.export_bench {options.run}", "run_command": run_command(options.run)}
     append_row(options.rows, row)
     print(json.dumps(row))
+
+
+def run_command(run: Path) -> str | None:
+    """The command of the run whose checkpoint it is, where its row lies beside it."""
+    path = run / "row.jsonl"
+    return json.loads(path.read_text().splitlines()[-1])["command"] if path.is_file() else None
 
 
 def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
@@ -74,7 +81,6 @@ def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
         "megabytes": weigh(folder),
         "stock_megabytes": weigh(stock_folder),
         **timings(stock, exported, ids),
-        "command": command_line(),
         **{key: environment[key] for key in ("device", "num_threads", "versions", "git_revision")},
     }
 

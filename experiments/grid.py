@@ -1,4 +1,4 @@
-"""The whole SmolLM2 grid as parallel processes: `python -m experiments.grid --jobs 4 --minutes 25 --only rivals grid`.
+"""The whole SmolLM2 grid as parallel processes: `python -m experiments.grid --jobs 4 --minutes 25 --only rivals,grid`.
 
 Jobs are those of `experiments.grid_jobs`, in its order. One whose rows are there already is skipped, one that would not
 end in time is not started, and what still runs when the time is over is stopped. `--list` only says what is left.
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     every = all_jobs()
     groups = sorted({job.group for job in every})
     if unknown := set(options.only) - set(groups):
-        raise SystemExit(f"error: --only {' '.join(sorted(unknown))} is unknown; legal: {', '.join(groups)}")
+        raise SystemExit(f"error: --only {','.join(sorted(unknown))} is unknown; legal: {', '.join(groups)}")
     chosen = [
         j for j in every if (not options.only or j.group in options.only) and fnmatch.fnmatch(j.name, options.match)
     ]
@@ -66,17 +66,21 @@ def main(arguments: list[str] | None = None) -> int:
     return grid.run()
 
 
+def listed(text: str) -> list[str]:
+    return text.split(",")
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.grid", description=__doc__)
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
     parser.add_argument("--minutes", type=float, default=600, help="time for all of them")
-    parser.add_argument("--only", nargs="+", default=[], help="groups of jobs; all if left out")
+    parser.add_argument("--only", type=listed, default=[], help="groups of jobs, by commas; all if left out")
     parser.add_argument("--match", default="*", help="pattern of job names, such as '*_s50*-17*'")
     parser.add_argument("--rows", default="outputs/grid.jsonl", help="file that rows are appended to")
     parser.add_argument(
-        "--done", nargs="+", default=[str(DEFAULT_ROWS)], help="files whose finished rows count as done"
+        "--done", type=listed, default=[str(DEFAULT_ROWS)], help="files whose finished rows count as done"
     )
-    parser.add_argument("--devices", nargs="+", default=[], help="GPUs to share the jobs out to, by number")
+    parser.add_argument("--devices", type=listed, default=[], help="GPUs to share the jobs out to, as 0,1")
     parser.add_argument("--logs", type=Path, default=Path("outputs/grid_logs"), help="folder of the jobs' output")
     parser.add_argument("--list", action="store_true", help="say what is left and stop")
     parser.add_argument("overrides", nargs="*", help="overrides for every job")

@@ -1,20 +1,24 @@
 """Static exports: loaded by transformers alone, equal to the masked model, smaller on disk; what needs padding."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from rivals import STATIC, build
+from rivals import STATIC, build, config_of
 from tiny import FAMILIES, routed, stock, tokens
 from transformers import AutoModelForCausalLM
 
+from experiments import export_bench
 from wide import families
 from wide.adapter import add_lora, merge
+from wide.base_model import fingerprint
+from wide.checkpoint import save_pretrained
 from wide.export import export_static
 from wide.families import Geometry
 from wide.methods import load as load_method
 from wide.model import RoutedModel
-from wide.options import StageConfig
+from wide.options import ModelConfig, StageConfig
 
 HAS_BIASES = ("llama", "smol", "qwen2")
 MEANS = ("flap", "flap_heads")
@@ -103,6 +107,24 @@ def test_lora_is_merged_first(tmp_path):
     export_static(merge(model), tmp_path / "e")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "e")
     torch.testing.assert_close(logits(exported, ids), expected, atol=1e-5, rtol=0)
+
+
+def test_benchmark_weighs_and_times_what_equals_the_masked_model(tmp_path, monkeypatch):
+    model = build("wanda_sp", "llama")
+    base = ModelConfig(name="tiny", source="tiny", family="llama")
+    options = {"model": base, "method": config_of("wanda_sp", "llama"), "base_fingerprint": fingerprint(model.base)}
+    save_pretrained(model, tmp_path / "run" / "checkpoint", **options, metrics={"skipped_params": 0.5})
+    monkeypatch.setattr(export_bench, "TOKENS", 20)
+    export_bench.main([str(tmp_path / "run"), "--folder", str(tmp_path / "e"), "--rows", str(tmp_path / "rows.jsonl")])
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "e")
+    removed = sum(p.numel() for p in stock("llama").parameters()) - sum(p.numel() for p in exported.parameters())
+    assert row["stock_megabytes"] - row["megabytes"] == pytest.approx(4e-6 * removed, abs=4e-3)
+    assert row["difference"] <= 1e-5 and row["shape"]["padded_layers"] == {"attention": 0, "ffn": 0}
+    assert row["prefill_speedup"] == row["stock_prefill_ms"] / row["exported_prefill_ms"]
+    monkeypatch.setattr(export_bench, "TOLERANCE", -1.0)
+    with pytest.raises(RuntimeError, match="away from the masked one"):
+        export_bench.measure(tmp_path / "run" / "checkpoint", tmp_path / "other", tmp_path / "stock")
 
 
 def test_methods_that_decide_per_token_are_refused(tmp_path):

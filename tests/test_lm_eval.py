@@ -168,6 +168,8 @@ def test_run_tasks_reports_both_models_and_leaves_the_harness_results_alone(toke
     words = report["tasks"]["sotu_words"]["dense"]["value"]
     assert words == originals["harness_dense"]["results"]["sotu_words"]["word_perplexity,none"]
     json.dumps(originals, default=str)
+    again, further = run_tasks(model, tokenizer, options, 256, bf16=False, earlier=report)
+    assert again == report and set(further) == {"harness_routed"}
 
 
 def test_columns_of_the_row_by_hand():

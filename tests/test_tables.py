@@ -110,6 +110,48 @@ def test_dial_settings_of_a_run_fill_the_cells_matched_by_cost(tmp_path):
     assert attention.status == "missing", "what the other setting did not measure is not taken from the main one"
 
 
+def test_equal_shares_are_matched_both_ways(tmp_path):
+    equal = metrics() | {"routed_perplexity": 40.0, "sparsity_total": 0.5, "skipped_params": 0.497}
+    runs = [(["+experiment=rivals_smollm2_random_s50"], equal)]
+    runs.append((["+experiment=rivals_smollm2_flap_s50"], equal | {"skipped_params": 0.43}))
+    tables = build_all(load(write_rows(tmp_path, *runs)))
+    for name, by_cost in (("random", 40.0), ("flap", None)):
+        for matched, expected in (("decisions", 40.0), ("parameters", by_cost)):
+            labels = (name, "3 / 128", matched, "calibration", str(int(expected is not None)))
+            assert cell(tables, "smollm2_50", labels, "perplexity").value == expected
+
+
+def test_a_seed_measured_again_is_no_further_sample(tmp_path):
+    again = metrics() | {"routed_perplexity": 41.0, "accuracy_mean": 0.5}
+    runs = [(["+experiment=smollm2_s50"], metrics() | {"routed_perplexity": 40.0})]
+    path = write_rows(tmp_path, *runs, (["+experiment=smollm2_s50", "eval=grid"], again))
+    tables = build_all(load(path))
+    labels = ("wide", "3 / 128", "decisions", "calibration", "1")
+    found = cell(tables, "smollm2_50", labels, "perplexity")
+    assert (found.num_runs, found.value, ids(found)) == (1, 41.0, ["run1"])
+    assert cell(tables, "smollm2_50", labels, "accuracy %").value == 50.0
+
+
+def test_searches_and_longer_runs_keep_to_their_own_tables(tmp_path):
+    key, ways = (
+        "+experiment=rivals_smollm2_skipgpt_s50",
+        {"argmax_routed_perplexity": 60.0, "sampled_sparsity_total": 0.4},
+    )
+    runs = [([key], metrics() | ways | {"routed_perplexity": 50.0})]
+    trial = [key, "experiment_name=search_skipgpt_0", "stage.learning_rate=5e-4"]
+    runs.append((trial, metrics() | {"routed_perplexity": 49.0}))
+    runs.append(([key, "stage.steps=1000"], metrics() | {"routed_perplexity": 48.0}))
+    tables = build_all(load(write_rows(tmp_path, *runs)))
+    assert cell(tables, "smollm2_50", ("skipgpt", "", "decisions", "calibration", "1"), "perplexity").value == 50.0
+    longer = cell(tables, "smollm2_50", ("skipgpt (1000 steps)", "", "decisions", "calibration", "1"), "perplexity")
+    assert longer.value == 48.0
+    for labels, value in (("", "300"), 50.0), (("stage.learning_rate=5e-4", "300"), 49.0), (("", "1,000"), 48.0):
+        assert cell(tables, "rival_search", ("skipgpt", *labels), "perplexity").value == value
+    assert cell(tables, "skipgpt_ways", ("skipgpt", "300"), "arg-max, perplexity").value == 60.0
+    sampled = cell(tables, "skipgpt_ways", ("skipgpt", "300"), "sampled, as by its authors, skipped %")
+    assert sampled.value == pytest.approx(40.0)
+
+
 def test_recipes_are_told_by_their_options():
     assert recipe_of(vars(make("+experiment=llama8b_s50").method)) == ("paper", [])
     assert recipe_of(vars(make("+experiment=smollm2_s70").method)) == ("wide", [])

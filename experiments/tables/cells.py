@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 
@@ -32,7 +33,7 @@ class Cell:
     @property
     def verdict(self) -> str:
         """inside or outside the band around the published value; empty without one."""
-        if self.difference is None or self.published.band is None:
+        if self.difference is None or self.published is None or self.published.band is None:
             return ""
         return "inside" if abs(self.difference) <= self.published.band else "outside"
 
@@ -78,7 +79,7 @@ def figure(rows: pd.DataFrame, column: Column, published: Published | None = Non
     """The cell for the selected rows: mean and standard deviation over seeds; missing or failed where there is none."""
     runs = tuple(rows["run"]) if len(rows) else ()
     commands = tuple(rows["command"]) if len(rows) else ()
-    common = {"published": published, "runs": runs, "commands": commands}
+    common: dict[str, Any] = {"published": published, "runs": runs, "commands": commands}
     if len(rows) and (rows["status"] == "failed").all():
         return Cell(status=FAILED, **common)
     values = pd.to_numeric(rows[column.metric], errors="coerce").dropna() if column.metric in rows else pd.Series([])

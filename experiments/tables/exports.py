@@ -32,7 +32,10 @@ def build(rows: pd.DataFrame) -> list[Table]:
         shape, figures = row["shape"], row | row["skipped"]
         size, padded = f"{shape['kv_heads']} x {shape['heads_per_kv']}", shape["padded_layers"]
         labels = (row["experiment"], row["device"], str(shape["layers"]), size, str(shape["channels"]))
-        about = {"runs": (f"export of {row['experiment']}, {row['device']}",), "commands": (row["command"],)}
+        about = {
+            "runs": (f"export of {row['experiment']}, {row['device']}",),
+            "commands": (f"{row['run_command']}; {row['command']}",),
+        }
         cells = [Cell(figures[c.metric] * c.scale, None, 1, **about) for c in COLUMNS]
         table.add((*labels, f"{padded['attention']} / {padded['ffn']}"), cells)
     if not table.cells:

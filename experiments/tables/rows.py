@@ -7,6 +7,7 @@ import math
 import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -39,7 +40,7 @@ class Spec:
     matched: str = "mean"
     stage: str | None = "calibrate"
 
-    def where(self, **changes: object) -> "Spec":
+    def where(self, **changes: Any) -> "Spec":
         return replace(self, **changes)
 
 

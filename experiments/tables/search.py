@@ -17,7 +17,7 @@ COLUMNS = [
 HEADS = ["experiment", "departure", "steps"]
 NOTE = (
     "SmolLM2-135M-Instruct at 50%, every setting as deployed by its method. The first row of each is the recipe of its "
-    "experiment; WIDE's own search of the same kind is the ablation. `python -m experiments.grid --only search long`."
+    "experiment; WIDE's own search of the same kind is the ablation. `python -m experiments.grid --only search,long`."
 )
 WAYS = {"": "with the dial", "argmax_": "arg-max", "sampled_": "sampled, as by its authors"}
 

@@ -45,7 +45,8 @@ NOTE = (
 def build(rows: pd.DataFrame) -> list[Table]:
     rows = rows[(rows["model"] == MODEL) & (rows["action"] == "pipeline")]
     rows = rows[~rows["experiment"].astype(str).str.startswith(SEARCH)]
-    rows = rows.assign(changes=[_with_steps(row) for row in rows.to_dict("records")])
+    changes = [_with_steps(row) for row in rows.to_dict("records")]
+    rows = rows.assign(changes=pd.Series(changes, index=rows.index, dtype=str))
     return [_table(rows, percent) for percent in PERCENTS]
 
 

@@ -1,5 +1,7 @@
 """Average accuracy over the sparsity, Llama-3.2-3B; all but 50% was read off the paper's plot."""
 
+from typing import Any
+
 import pandas as pd
 
 from experiments.tables.cells import Column, Table
@@ -14,7 +16,7 @@ def build(rows: pd.DataFrame) -> list[Table]:
     rows = with_paper_metrics(rows)
     table = Table("sparsity_sweep", "Sparsity sweep, Llama-3.2-3B", NOTE, ["method", "stage"], COLUMNS)
     for method in ("wide", "skipgpt", "ddp"):
-        groups = {"attn_group": 3, "ffn_group": 32} if method == "wide" else {}
+        groups: dict[str, Any] = {"attn_group": 3, "ffn_group": 32} if method == "wide" else {}
         for stage, stage_name in STAGES.items():
             specs = [Spec("llama3b", method, percent, stage=stage, **groups) for percent in PERCENTS]
             table.add((NAMES[method], stage_name), [cells(rows, spec, [AVERAGE])[0] for spec in specs])
