@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -17,6 +18,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from wide.options import LoggerConfig
 from wide.records import clean, redact
+
+
+def global_rank() -> int:
+    """Number of this process among all of the run, as Lightning knows it."""
+    return vars(rank_zero_only).get("rank", 0)
 
 
 def wandb_mode(asked: str) -> str:
@@ -76,7 +82,7 @@ def build_logger(options: LoggerConfig, config: dict, run_dir: Path, stage: str)
         return None
     if options.name == "csv":
         return CSVLogger(save_dir=run_dir, name="csv", version="")
-    if rank_zero_only.rank != 0:
+    if global_rank() != 0:
         return None
     return StageLogger(_start_wandb(options, config, run_dir, stage), run_dir, stage)
 
@@ -86,8 +92,8 @@ def _start_wandb(options: LoggerConfig, config: dict, run_dir: Path, stage: str)
     import wandb
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    mode = wandb_mode(options.mode)
-    arguments = {
+    mode: Any = wandb_mode(options.mode)
+    arguments: dict[str, Any] = {
         "project": options.project,
         "name": f"{config['experiment_name']}-{stage}",
         "group": options.group or config["experiment_name"],
@@ -99,7 +105,7 @@ def _start_wandb(options: LoggerConfig, config: dict, run_dir: Path, stage: str)
         "settings": wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_meta=_argv_is_secret()),
     }
     try:
-        return wandb.init(mode=mode, **arguments)
+        return wandb.init(**arguments, mode=mode)
     except wandb.Error as error:
         if options.mode != "auto" or mode != "online":
             raise
