@@ -87,6 +87,7 @@ def curve_scores(config: Config, routed: RoutedModel, data: CalibrationData, cur
     for point in curve:
         routed.gates.dial.copy_(point.dial)
         result = score(routed, batches, dense=False, bf16=bf16)
+        assert result.stats is not None
         report = routing_report(routed, result.stats, config.data.block_size)
         found = {"target": point.target, "sparsity_total": report["sparsity"]["total"]}
         points.append(found | {"skipped_params": report["skipped"]["params"], "routed_perplexity": result.perplexity})

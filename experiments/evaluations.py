@@ -15,5 +15,6 @@ def other_evaluations(config: Config, routed: RoutedModel, data: CalibrationData
         with routed.gates.evaluated(way):
             result = score(routed, batches, dense=False, bf16=config.trainer.precision != "fp32")
         row[f"{way}_routed_perplexity"] = result.perplexity
+        assert result.stats is not None
         row[f"{way}_sparsity_total"] = float(result.stats.total)
     return row

@@ -9,9 +9,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraModel
 from peft.utils import get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -30,7 +32,7 @@ class LoraRoutedModel(RoutedModel):
     def dense(self) -> Iterator[None]:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         try:
-            with super().dense(), self.model.disable_adapter():
+            with super().dense(), cast(PeftModel, self.model).disable_adapter():
                 yield
         finally:
             self.model.requires_grad_(False)  # peft unfreezes whatever it enables again
@@ -56,7 +58,7 @@ def add_lora(routed: RoutedModel, stage: StageConfig, seed: int = 0) -> LoraRout
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        wrapped = LoraRoutedModel(get_peft_model(routed.base, options), routed.gates, routed.layout)
+        wrapped = LoraRoutedModel(cast(PeftModel, get_peft_model(routed.base, options)), routed.gates, routed.layout)
     _check_masks(wrapped)
     return wrapped.eval()
 
@@ -67,7 +69,8 @@ def merge(routed: RoutedModel) -> RoutedModel:
     Save before merging: a checkpoint folder holds LoRA, never base weights. `routed` is spent.
     """
     routed.detach_masks()
-    merged = RoutedModel(routed.model.merge_and_unload(safe_merge=True), routed.gates, routed.layout)
+    plain = cast(LoraModel, routed.model.base_model).merge_and_unload(safe_merge=True)
+    merged = RoutedModel(cast(PreTrainedModel, plain), routed.gates, routed.layout)
     _check_masks(merged)
     return merged.eval()
 
@@ -85,9 +88,11 @@ def lora_names(routed: RoutedModel) -> set[str]:
 
 def save_adapter(routed: RoutedModel, folder: Path, model: ModelConfig) -> None:
     """Write `adapter/` into `folder`: peft's config, card and safetensors; the base is named as the user named it."""
+    assert isinstance(routed.model, PeftModel)
     for options in routed.model.peft_config.values():
-        options.base_model_name_or_path, options.revision = model.path or model.name, model.revision
-    routed.model.save_pretrained(folder / FOLDER, save_embedding_layers=False)
+        options.base_model_name_or_path = model.path or model.name
+        vars(options)["revision"] = model.revision
+    routed.model.save_pretrained(str(folder / FOLDER), save_embedding_layers=False)
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:

@@ -132,7 +132,8 @@ def load_base(cfg: ModelConfig, device: torch.device, on_host: bool = False) -> 
     """The frozen stock model in eval mode on `device`; `on_host` leaves it in host memory, in `device`'s own dtype."""
     dtype = resolve_dtype(cfg.dtype, device)
     if cfg.source == "tiny":
-        model = load_tiny(cfg.family or "", attn_implementation=cfg.attn_implementation).to(dtype)
+        model = load_tiny(cfg.family or "", attn_implementation=cfg.attn_implementation)
+        nn.Module.to(model, dtype)
     else:
         read_hf_config(cfg)
         location, arguments = _location(cfg)
@@ -140,7 +141,8 @@ def load_base(cfg: ModelConfig, device: torch.device, on_host: bool = False) -> 
             model = AutoModelForCausalLM.from_pretrained(
                 location, dtype=dtype, attn_implementation=cfg.attn_implementation, **arguments
             )
-    return model.to("cpu" if on_host else device).eval().requires_grad_(False)
+    nn.Module.to(model, "cpu" if on_host else device)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:

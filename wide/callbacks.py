@@ -2,10 +2,18 @@
 
 import sys
 import time
+from typing import Protocol, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from tqdm import tqdm
+
+
+class Calibrating(Protocol):
+    """What the bar reads of a stage: the figures of every step so far."""
+
+    history: list[dict[str, Tensor]]
 
 
 class Progress(Callback):
@@ -25,7 +33,7 @@ class Progress(Callback):
         step = trainer.global_step
         if not trainer.is_global_zero or (step % self.log_every and step != self.steps):
             return
-        row = {key: float(value) for key, value in module.history[-1].items()}
+        row = {key: float(value) for key, value in cast(Calibrating, module).history[-1].items()}
         text = (
             f"loss {row['loss']:.3f}  ce {row['cross_entropy']:.3f}  sparsity {row['sparsity']:.3f} "
             f"(target {row['target']:.3f})"

@@ -12,11 +12,14 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from wide import families
 from wide.adapter import FOLDER as ADAPTER
@@ -40,7 +43,7 @@ from wide.hub import is_hub_id
 from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
 from wide.model import RoutedModel
-from wide.options import ModelConfig
+from wide.options import MethodConfig, ModelConfig
 from wide.records import write_json
 from wide.sharding import is_sharded
 
@@ -50,9 +53,9 @@ def save_pretrained(
     folder: str | Path,
     *,
     model: ModelConfig,
-    method: object,
+    method: MethodConfig,
     base_fingerprint: str,
-    curve: list[DialPoint] = (),
+    curve: Sequence[DialPoint] = (),
     recipe: dict | None = None,
     metrics: dict | None = None,
     versions: dict | None = None,
@@ -109,7 +112,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         raise OSError(f"{path} could not be written: {error}") from error
 
 
-def _tensors(routed: RoutedModel, curve: list[DialPoint]) -> dict[str, torch.Tensor]:
+def _tensors(routed: RoutedModel, curve: Sequence[DialPoint]) -> dict[str, torch.Tensor]:
     tensors = {name: t.detach().cpu().contiguous() for name, t in routed.gates.state_dict().items()}
     if curve:
         tensors["dial_curve"] = torch.stack([point.dial for point in curve])
@@ -185,10 +188,11 @@ def from_pretrained(
     method_config = to_dataclass(config["method"], method.Config, "method")
     gates = method.build(method_config, geometry)
     dials = load_gates(gates, folder)
+    whole: PreTrainedModel | PeftModel = model
     with_masks = RoutedModel
     if any(name.startswith(f"{ADAPTER}/") for name in config["sha256"]):
-        model, with_masks = load_adapter(model, folder), LoraRoutedModel
-    routed = with_masks(model, gates.to(device), families.load(geometry.family)).eval()
+        whole, with_masks = load_adapter(model, folder), LoraRoutedModel
+    routed = with_masks(whole, gates.to(device), families.load(geometry.family)).eval()
     if gates.channel_order is not None:
         permute_channels(routed, gates.channel_order)
     if sparsity is not None:

@@ -41,7 +41,7 @@ def measure_firing(routed: RoutedModel, batches: Iterable[dict[str, Tensor]]) ->
 
     def record(layer: int):
         def hook(module: nn.Module, args: tuple) -> None:
-            scale = module.weight.norm(dim=0)  # [F]
+            scale = families.get_weight(module, "").norm(dim=0)  # [F]
             fired = (args[0].abs() * scale)[valid]
             seen[layer].append(fired.T.bfloat16().cpu())
 

@@ -9,7 +9,7 @@ import difflib
 import os
 import secrets
 from datetime import datetime
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -30,12 +30,12 @@ def to_dataclass(node: object, cls: type[T], group: str) -> T:
     if not isinstance(plain, dict):
         raise ValueError(f"{group}={plain!r} must be a group of options")
     prefix = f"{group}." if group else ""
-    legal = [prefix + f.name for f in dataclasses.fields(cls)]
+    legal = [prefix + f.name for f in dataclasses.fields(cast(Any, cls))]
     for key in plain:
         if f"{prefix}{key}" not in legal:
             raise ValueError(unknown_key(f"{prefix}{key}", legal if group else [*legal, *GROUPS, "method"]))
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), plain))
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), plain)))
     except OmegaConfBaseException as error:
         cause = str(error).split("\n")[0]
         raise ValueError(f"{prefix}{error.full_key or ''}: {cause}") from None
@@ -54,7 +54,7 @@ def build(node: DictConfig, method_config: type, output_dir: str) -> Config:
     for name in classes:
         if name not in node:
             raise ValueError(f"{name} is missing; every run needs the groups {', '.join(classes)}")
-    groups = {name: to_dataclass(node[name], cls, name) for name, cls in classes.items()}
+    groups: dict[str, Any] = {name: to_dataclass(node[name], cls, name) for name, cls in classes.items()}
     root = to_dataclass({key: node[key] for key in node if key not in classes}, RootConfig, "")
     return Config(**groups, **vars(root), output_dir=output_dir)
 

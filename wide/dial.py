@@ -34,14 +34,16 @@ def measure_logits(
     routed: RoutedModel, batches: Iterable[dict[str, Tensor]], attention_weight: float = 0.5
 ) -> tuple[dict[str, Tensor], float]:
     """Raw logits [L, N] of each kind under the current dial (a fixed sample of them), and the weighted sparsity."""
-    gates, seen, recorded = routed.gates, {kind: [] for kind in KINDS}, {}
+    gates, recorded = routed.gates, {}
+    seen: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     original = gates.logits
 
     def record(layer: int, kind: str, hidden: Tensor) -> Tensor:
         recorded[kind, layer] = original(layer, kind, hidden)
         return recorded[kind, layer]
 
-    gates.step.noise, gates.logits = None, record
+    gates.step.noise = None
+    gates.logits = record  # type: ignore[method-assign]  # for a while, and taken off again below
     try:
         with routed.collect() as box:
             for batch in batches:

@@ -13,9 +13,10 @@ import copy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -61,7 +62,8 @@ def export_static(routed: RoutedModel, folder: str | Path, tokenizer: PreTrained
     if config.model_type == "llama" and config.hidden_size % (shape.kv_heads * shape.heads_per_kv):
         config = without_divisibility(config)
     resize(config, shape, routed.geometry)
-    smaller = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(routed.base.dtype)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    smaller = model_class(config).to(routed.base.dtype)
     smaller.load_state_dict(smaller_state(routed, smaller, alive, shape))
     smaller.generation_config = routed.base.generation_config
     smaller.save_pretrained(folder)
@@ -147,6 +149,7 @@ def smaller_state(
     prefix = f"{routed.layout.layers}."
     state = {name: t for name, t in routed.base.state_dict().items() if not name.startswith(prefix)}
     new_layers = families.get_path(smaller, routed.layout.layers)
+    assert isinstance(new_layers, nn.ModuleList)
     for place, (index, new) in enumerate(zip(shape.layers, new_layers, strict=True)):
         old = routed.decoder_layers()[index]
         parts = {name: t for name, t in old.state_dict().items() if name in new.state_dict()}
@@ -199,8 +202,8 @@ def padded(places: list[int], length: int) -> list[int]:
 
 def spread(heads: list[int], size: int) -> Tensor:
     """Rows of the heads, `size` each; -1 stays -1."""
-    heads = torch.tensor(heads)[:, None]
-    return torch.where(heads < 0, -1, heads * size + torch.arange(size)).flatten()
+    column = torch.tensor(heads)[:, None]
+    return torch.where(column < 0, -1, column * size + torch.arange(size)).flatten()
 
 
 def taken(tensor: Tensor, places: Tensor, dim: int) -> Tensor:
@@ -214,11 +217,14 @@ def taken(tensor: Tensor, places: Tensor, dim: int) -> Tensor:
 def folded(routed: RoutedModel, index: int, kind: str, path: str) -> tuple[Tensor, Tensor | None]:
     """Weight [D, width] with strengths multiplied in, and bias [D] with the means of removed inputs added."""
     module = families.get_path(routed.decoder_layers()[index], path)
-    keep = routed.gates.static_keep()[kind][index]
+    assert isinstance(module, nn.Linear)
+    static = routed.gates.static_keep()
+    assert static is not None
+    keep = static[kind][index]
     width = routed.gates.group_width(kind)
     factors = routed.gates.factors(index, kind, keep[None, None])[0, 0].detach().repeat_interleave(width)
     weight = module.weight.detach()
-    means, bias = routed.gates.substitute(index, kind), module.bias
+    means, bias = routed.gates.substitute(index, kind), cast(Tensor | None, module.bias)
     if means is not None:
         off = (1 - keep).repeat_interleave(width)
         bias = weight.float() @ (off * means).float() + (0.0 if bias is None else bias.float())

@@ -8,6 +8,7 @@ loss and gradient are fused passes over its logits.
 
 from collections.abc import Iterable
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def token_losses(
     teacher = None if teacher_hidden is None else teacher_hidden.flatten(0, 1)
     cross_entropy, divergence = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
     chunk = _compiled_chunk() if compiled else _chunk
-    size = max(1, CHUNK_LOGITS // head.out_features)
+    size = max(1, CHUNK_LOGITS // cast(nn.Linear, head).out_features)
     for start in range(0, len(labels), size):
         part = slice(start, start + size)
         arguments = (hidden[part], labels[part], None if teacher is None else teacher[part])

@@ -10,11 +10,12 @@ that evict keys and values, hang further hooks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from wide import eviction, families
@@ -22,13 +23,16 @@ from wide.families import Geometry, Layout
 from wide.methods.provider import GateProvider
 from wide.routing import KINDS, Cost, RoutingStats
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 @dataclass
 class _Pass:
     """State of the forward in progress: which tokens are real, and the gates seen so far by (kind, layer)."""
 
     valid: Tensor | None = None
-    gates: dict[tuple[str, int], Tensor] | None = None
+    gates: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
 class RoutedModel(nn.Module):
@@ -37,7 +41,7 @@ class RoutedModel(nn.Module):
     `model` is the `PreTrainedModel` or a `PeftModel` around it; its state-dict keys stay the stock ones.
     """
 
-    def __init__(self, model: PreTrainedModel, gates: GateProvider, layout: Layout):
+    def __init__(self, model: "PreTrainedModel | PeftModel", gates: GateProvider, layout: Layout):
         super().__init__()
         self.model, self.gates, self.layout = model, gates, layout
         self.geometry: Geometry = gates.geometry
@@ -51,10 +55,13 @@ class RoutedModel(nn.Module):
     @property
     def base(self) -> PreTrainedModel:
         """The stock model inside any LoRA wrapper."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        unwrap = getattr(self.model, "get_base_model", None)
+        return cast(PreTrainedModel, self.model if unwrap is None else unwrap())
 
     def decoder_layers(self) -> nn.ModuleList:
-        return families.get_path(self.base, self.layout.layers)
+        layers = families.get_path(self.base, self.layout.layers)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
 
     def forward(self, **inputs: Tensor):
         """The stock forward; `inputs` and the output are transformers' own."""
@@ -66,7 +73,7 @@ class RoutedModel(nn.Module):
 
     def generate(self, **inputs):
         """The stock generate, under whatever routing mode is active."""
-        return self.model.generate(**inputs)
+        return cast(GenerationMixin, self.model).generate(**inputs)
 
     def attach_masks(self) -> None:
         """(Re)hang all hooks on the outermost projection modules. Call after every structural change."""
@@ -149,7 +156,7 @@ class RoutedModel(nn.Module):
 
     def last_gates(self, kind: str) -> Tensor:
         """Gates of the last forward, [L, B, T, G] float32."""
-        assert self._pass.gates is not None, "no routed forward has run"
+        assert self._pass.gates, "no routed forward has run"
         return torch.stack([self._pass.gates[kind, layer] for layer in range(self.geometry.num_layers)])
 
     def last_stats(self, counted: Tensor | None = None) -> RoutingStats:
@@ -157,7 +164,7 @@ class RoutedModel(nn.Module):
 
         `counted` [B] bool leaves out whole rows (fillers that make ranks equally long).
         """
-        assert self._pass.gates is not None, "no routed forward has run"
+        assert self._pass.gates, "no routed forward has run"
         valid = self._pass.valid
         if counted is not None:
             shape = self._pass.gates["attention", 0].shape[:2]
@@ -165,13 +172,13 @@ class RoutedModel(nn.Module):
             valid = rows if valid is None else valid & rows
         kept = {}
         for kind in KINDS:
-            rows = []
+            per_layer = []
             for layer in range(self.geometry.num_layers):
                 keep = self._pass.gates[kind, layer]
                 if valid is not None:
                     keep = torch.where(valid[..., None], keep, 0.0)
-                rows.append(keep.sum((0, 1)))
-            kept[kind] = torch.stack(rows)
+                per_layer.append(keep.sum((0, 1)))
+            kept[kind] = torch.stack(per_layer)
         first = self._pass.gates["attention", 0]
         count = first.shape[0] * first.shape[1] if valid is None else valid.sum()
         return RoutingStats(kept, torch.as_tensor(count, device=first.device))
@@ -197,7 +204,7 @@ class RoutedModel(nn.Module):
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         length = tokens.shape[1]
         attention_mask = kwargs.get("attention_mask")
-        self._pass = _Pass(gates={})
+        self._pass = _Pass()
         if attention_mask is not None and attention_mask.dim() == 2:
             self._pass.valid = attention_mask[:, -length:].bool()
             if kwargs.get("position_ids") is None:

@@ -6,10 +6,19 @@ mistake is one `ValueError` that names key, value and legal values.
 
 import re
 from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from wide.bench import BenchConfig
 from wide.ranges import check_choice as _choice
 from wide.ranges import check_range as _range
+
+
+class MethodConfig(Protocol):
+    """What every method's `Config`, a dataclass, has; the rest is its own."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: str
+    sparsity: float
 
 
 @dataclass
@@ -256,7 +265,7 @@ class Config(RootConfig):
     """The whole run. `method` holds the chosen method's own dataclass."""
 
     model: ModelConfig
-    method: object
+    method: MethodConfig
     data: DataConfig
     stage: StageConfig
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)

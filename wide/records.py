@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HIDDEN = "***"
 SECRET_NAME = re.compile(r"(api_?key|access_?key|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
@@ -62,7 +63,7 @@ def _clean_item(key: object, value: object, name: str, lost: list[str] | None) -
     return clean(value, name, lost)
 
 
-def write_json(path: Path, value: object, **options: object) -> None:
+def write_json(path: Path, value: object, **options: Any) -> None:
     """Write cleaned `value` to `path` at once: the file is the old one or the new one, never a part of one."""
     write_whole(path, (json.dumps(clean(value), allow_nan=False, **options) + "\n").encode())
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import cast
 
 import pandas as pd
 
@@ -36,7 +37,7 @@ def append_row(path: str | Path, row: dict) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lost: list[str] = []
-    row = clean(row, "", lost)
+    row = cast(dict, clean(row, "", lost))
     if lost:
         row["not_finite"] = sorted(lost)
     line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"

@@ -22,7 +22,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(Path(path), buffer.getbuffer())
+        write_whole(Path(path), buffer.getvalue())
 
     def load_checkpoint(self, path: str | Path, map_location=None, weights_only: bool | None = True) -> dict:
         """The checkpoint on the CPU; ValueError for a damaged file, other objects than tensors, or another kind."""

@@ -114,7 +114,7 @@ class RoutingStats:
     @property
     def total(self) -> Tensor:
         """The paper's routing sparsity: plain mean of the attention and the FFN sparsity."""
-        return sum(self.sparsity(kind) for kind in self.kept) / len(self.kept)
+        return torch.stack([self.sparsity(kind) for kind in self.kept]).mean()
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def sparsity_distance(stats: RoutingStats, targets: dict[str, float], price: str
         attention_weight: attention's share of the prunable parameters, for "cost".
     """
     if "total" not in targets:
-        return sum((targets[kind] - stats.sparsity(kind)).abs() for kind in KINDS) / 2
+        return torch.stack([(targets[kind] - stats.sparsity(kind)).abs() for kind in KINDS]).mean()
     weight = attention_weight if price == "cost" else 0.5
     obtained = weight * stats.sparsity("attention") + (1 - weight) * stats.sparsity("ffn")
     return (targets["total"] - obtained).abs()

@@ -51,6 +51,7 @@ class ShardedBackbone(ModelParallelStrategy):
         shard_backbone(routed, self.device_mesh["data_parallel"], policy)
 
     def model_to_device(self) -> None:
+        assert self.model is not None
         place(self.model, self.root_device)
 
     @contextmanager
@@ -64,6 +65,7 @@ class ShardedBackbone(ModelParallelStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._exchange:
+            assert self.model is not None
             average_gradients([p for p in self.model.parameters() if p.requires_grad])
 
 

@@ -5,6 +5,7 @@ Used by methods before any training. `routed` is a `wide.model.RoutedModel`; thi
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +24,13 @@ def mean_inputs(routed: "RoutedModel", batches: Iterable[dict[str, Tensor]]) -> 
     sums: dict[tuple[str, int], Tensor] = {}
     count = 0
 
-    def add(kind: str, layer: int, inputs: Tensor, valid: Tensor) -> None:
+    def add(valid: Tensor, kind: str, layer: int, inputs: Tensor) -> None:
         total = inputs[valid].double().sum(0)
         sums[kind, layer] = sums[kind, layer] + total if (kind, layer) in sums else total
 
     for batch in batches:
         valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        with watch_inputs(routed, lambda kind, layer, x, valid=valid: add(kind, layer, x, valid)), routed.dense():
+        with watch_inputs(routed, partial(add, valid)), routed.dense():
             routed.hidden_states(**batch)
         count += int(valid.sum())
     layers = range(routed.geometry.num_layers)

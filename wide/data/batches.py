@@ -140,8 +140,10 @@ def forward_inputs(batch: Batch) -> dict[str, Tensor | bool]:
     Where position_ids restart it keeps attention inside documents by itself, but only with neither a cache
     nor an attention mask in the call, and with flash_attention_2 only for one sequence per forward.
     """
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-    return inputs | ({"position_ids": batch["position_ids"]} if "position_ids" in batch else {})
+    inputs: dict[str, Tensor | bool] = {"input_ids": batch["input_ids"], "use_cache": False}
+    if "position_ids" in batch:
+        inputs["position_ids"] = batch["position_ids"]
+    return inputs
 
 
 def check_boundaries(document_boundaries: bool, attn_implementation: str, micro_batch_size: int) -> None:

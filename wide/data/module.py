@@ -66,6 +66,7 @@ class CalibrationData(lightning.LightningDataModule):
     def _opened(self) -> BlockCache:
         if self._cache is None:
             self.setup()
+        assert self._cache is not None
         return self._cache
 
     def train_dataloader(self) -> StepBatches:

@@ -38,10 +38,10 @@ def check_engine(
     wide = random_routed(random_model(config, device, torch.float32), method)
     wide.base.load_state_dict(narrow.base.state_dict())
     keep = forced_keep(narrow.gates, sparsity, seed=1, period=PERIOD)
-    cases = {}
+    cases: dict[str, tuple[Tensor, Tensor | None, Tensor, float]] = {}
     for name, (ids, mask) in _texts(config.vocab_size, length, device).items():
         expected = reference_tail(wide, keep, ids, mask)
-        cases[name] = [ids, mask, expected, relative_error(reference_tail(narrow, keep, ids, mask), expected)]
+        cases[name] = (ids, mask, expected, relative_error(reference_tail(narrow, keep, ids, mask), expected))
     weights = with_forced_masks(take_weights(narrow), keep)
     engine = Engine(weights, expected_keep=1 - sparsity)
     chunked = Engine(weights, expected_keep=1 - sparsity, prefill_chunk=length * 2 // 3)

@@ -5,6 +5,7 @@ without graphs. Texts of unequal length are left-padded, with a mask that says s
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class Engine:
         hidden = torch.cat([self.decoder.hidden(part, cache) for part in tokens.split(self.prefill_chunk, dim=1)], 1)
         return hidden, self.decoder.logits(hidden)
 
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> Tensor:
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """Prompts and continuations [B, T + new], rows that end early filled with the pad token.
 
         The options and errors of `stream`; the input is left-padded, as for transformers.

@@ -47,8 +47,9 @@ class Decoder:
         g = weights.geometry
         self.query_width, self.kv_width = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
         router = weights.layers[0].attention.router
-        folds = router is not None and runs_triton(weights.embedding)
-        self.scratch = TokenScratch(g.hidden_size, router.reduce.shape[0], weights.device) if folds else None
+        self.scratch: TokenScratch | None = None
+        if router is not None and runs_triton(weights.embedding):
+            self.scratch = TokenScratch(g.hidden_size, router.reduce.shape[0], weights.device)
 
     def hidden(self, tokens: Tensor, cache: Cache) -> Tensor:
         """tokens [B, T] int64, the next of each row -> normed last hidden states [B, T, D]; the cache advances."""
@@ -114,6 +115,7 @@ class Decoder:
         """delta [M, D] plus the vectors of the skipped groups, in place."""
         if owed is None:
             return delta
+        assert delta is not None
         keep, vectors = owed
         skipped = torch.logical_not(keep, out=torch.empty(keep.shape, dtype=delta.dtype, device=keep.device))
         return delta.addmm_(skipped, vectors)
@@ -135,7 +137,7 @@ class Decoder:
         width, group_size = self.query_width, layer.attention.group_width
         together = getattr(layout, "with_kv", None) or layout
         rows = layer.qkv if together is not layout else layer.qkv[:width]
-        if layout is None or choose("gemm_mn", x, rows, together, group_size).route == "dense":
+        if layout is None or together is None or choose("gemm_mn", x, rows, together, group_size).route == "dense":
             qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         elif together is not layout:
             qkv = gemm_mn(x, layer.qkv, together, layer.qkv_bias, group_size=group_size)

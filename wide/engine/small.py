@@ -84,6 +84,7 @@ def route_token(
     and how many are active, int32 [2]: routed ones, and with `always`.
     """
     router = routed.router
+    assert router is not None
     width, groups, rank = residual.shape[1], routed.num_groups, router.reduce.shape[0]
     keep = torch.empty(1, groups + always, dtype=torch.bool, device=residual.device)
     active = torch.empty(groups + always, dtype=torch.int32, device=residual.device)
@@ -129,7 +130,7 @@ def rotate_and_store(q: Tensor, kv: Tensor, layer: Layer, index: int, cache: Cac
     cos, sin = cache.cos[positions][:, :, None], cache.sin[positions][:, :, None]
     q, k, v = (x.unflatten(0, (cache.batch, num_tokens)).unflatten(-1, (-1, head_dim))
                for x in (q, *kv.chunk(2, dim=-1)))  # fmt: skip
-    if layer.q_norm is not None:
+    if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _norm(q, layer.q_norm, eps), _norm(k, layer.k_norm, eps)
     keys[:, slots[0] : cache.filled] = _rotate(k, cos, sin)
     values[:, slots[0] : cache.filled] = v

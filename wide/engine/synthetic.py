@@ -5,6 +5,7 @@ last bias, so the routing costs what it always costs. Used by the latency benchm
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ SIZES = {
 
 def published_config(name: str) -> PretrainedConfig:
     """HF config of a model of `SIZES`."""
-    sizes = dict(SIZES[name])
+    sizes: dict[str, Any] = dict(SIZES[name])
     return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
 
 

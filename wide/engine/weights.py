@@ -6,6 +6,7 @@ its bias holds the dial. Axes: D hidden, H query heads, K kv heads, F FFN channe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from wide.families import Geometry
 from wide.methods.provider import GateProvider
 from wide.methods.wide import WideProvider
 from wide.model import RoutedModel
-from wide.routing import KINDS
+from wide.routing import KINDS, Router
 
 UNSUPPORTED_ROTARY = ("dynamic", "longrope")
 """Rotary scalings whose frequencies depend on the length of the text so far."""
@@ -109,15 +110,15 @@ def take_weights(routed: RoutedModel) -> Weights:
     decoder = families.get_path(routed.base, layout.decoder)
     return Weights(
         geometry=routed.geometry,
-        embedding=routed.base.get_input_embeddings().weight.data,
+        embedding=families.get_weight(routed.base.get_input_embeddings(), "").data,
         layers=[
             _layer({name: families.get_path(layer, getattr(layout, name)) for name in _PARTS}, window, routed, index)
             for index, (layer, window) in enumerate(zip(routed.decoder_layers(), windows, strict=True))
         ],
-        norm=decoder.norm.weight.data,
-        head=routed.base.get_output_embeddings().weight.data,
+        norm=families.get_weight(decoder, "norm").data,
+        head=families.get_weight(routed.base.get_output_embeddings(), "").data,
         eps=config.rms_norm_eps,
-        rotary=decoder.rotary_emb,
+        rotary=families.get_path(decoder, "rotary_emb"),
     )
 
 
@@ -154,7 +155,7 @@ def attention_windows(config: PretrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _layer(part: dict[str, nn.Module], window: int | None, routed: RoutedModel, index: int) -> Layer:
+def _layer(part: dict[str, Any], window: int | None, routed: RoutedModel, index: int) -> Layer:
     biased = [name for name in ("o_proj", "gate_proj", "up_proj", "down_proj") if part[name].bias is not None]
     if biased:
         raise ValueError(f"{', '.join(biased)} have biases; the engine does biases on q_proj, k_proj and v_proj only")
@@ -213,6 +214,7 @@ def routing_of(gates: GateProvider, layer: int, kind: str, out: Tensor) -> Route
 def fold_router(gates: WideProvider, layer: int, kind: str, dtype: torch.dtype) -> FoldedRouter:
     """Float32 weights of one router with the dial in its bias; `dtype` is the residual stream's."""
     router = gates.routers[kind][layer]
+    assert isinstance(router, Router)
     reduce, decide = router.reduce, router.decide
     bias = decide.bias.data[0::2] - decide.bias.data[1::2] + gates.dial[layer, KINDS.index(kind)]
     return FoldedRouter(

@@ -8,6 +8,7 @@ import difflib
 import logging
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,10 +43,11 @@ PERPLEXITIES = ("word_perplexity", "byte_perplexity", "bits_per_byte", "perplexi
 
 
 def check_tasks(options: EvalConfig) -> None:
-    """Refuse task names that the harness does not know, before any weight is loaded.
+    """Refuse task names that the harness does not know and tasks whose data cannot be had, before any weight is loaded.
 
     Raises:
-        ValueError: unknown task, the harness is not installed, or a task that runs generated code unasked.
+        ValueError: unknown task, the harness is not installed, a task that runs generated code unasked, or data that
+            are neither in the cache nor within reach.
     """
     names = [*options.tasks, *options.chat_tasks]
     if not names:
@@ -55,7 +57,8 @@ def check_tasks(options: EvalConfig) -> None:
     for name in names:
         if name.startswith(RUNS_CODE) and not options.run_code:
             raise ValueError(f"eval.tasks: {name!r} runs code that the model wrote; eval.run_code=true allows it")
-    known = task_manager(names).all_tasks
+    manager = task_manager(names)
+    known = manager.all_tasks
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
@@ -63,6 +66,14 @@ def check_tasks(options: EvalConfig) -> None:
                 f"eval.tasks: {name!r} is unknown; legal: the tasks listed by `wide-eval ls tasks`"
                 + (f", such as {', '.join(close)}" if close else "")
             )
+        try:
+            manager.load([name])  # builds the task, its data with it
+        except OSError as error:
+            cause = " ".join(str(error).split())
+            raise ValueError(
+                f"eval.tasks: the data of {name!r} are not in the cache and cannot be fetched ({cause}); run `make data` "
+                "where there is a network, or choose a packaged task (eval=smoke)"
+            ) from error
 
 
 def run_tasks(
@@ -84,7 +95,11 @@ def run_tasks(
     from wide.evaluation.lm_eval import WideLM
 
     quiet()
-    settings = {"max_length": max_length, "precision": "bf16" if bf16 else "fp32", "batch_size": options.batch_size}
+    settings: dict[str, Any] = {
+        "max_length": max_length,
+        "precision": "bf16" if bf16 else "fp32",
+        "batch_size": options.batch_size,
+    }
     figures: dict[str, dict] = {}
     originals: dict[str, dict] = {}
     for mode in ("routed", "dense") if earlier is None else ("routed",):
@@ -97,8 +112,10 @@ def run_tasks(
                     figures.setdefault(name, {})[mode] = figure(results, name)
         if mode == "routed":
             stats = lm.scored_stats()
-    for name, modes in figures.items() if earlier is not None else ():
-        modes["dense"] = earlier["tasks"][name]["dense"]
+    if earlier is not None:
+        for name, modes in figures.items():
+            modes["dense"] = earlier["tasks"][name]["dense"]
+    assert stats is not None, "the routed mode comes first"
     report = {"tasks": figures, "batch_size": options.batch_size, "num_fewshot": options.num_fewshot}
     report["sparsity"] = {"total": float(stats.total)} | {kind: float(stats.sparsity(kind)) for kind in KINDS}
     report["num_scored_tokens"] = int(stats.num_tokens)

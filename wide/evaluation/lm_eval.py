@@ -66,7 +66,9 @@ class WideLM(HFLM):
             raise ValueError(f"precision={precision!r} in model_args; legal: fp32, bf16")
         if isinstance(wide, str):
             wide, tokenizer, max_length = _load(wide, pretrained, sparsity, device, max_length)
-        self.routed, self.bypass = wide, dense
+        assert isinstance(wide, RoutedModel)
+        self.routed: RoutedModel = wide
+        self.bypass = dense
         self.scored: list[tuple[list[int], int]] = []
         super().__init__(
             pretrained=wide.model,

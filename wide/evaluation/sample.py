@@ -19,5 +19,5 @@ def sample_texts(
     with routed.dense():
         dense = routed.generate(**inputs, **settings)
     pruned = routed.generate(**inputs, **settings)
-    texts = [tokenizer.decode(ids[0, length:], skip_special_tokens=True) for ids in (dense, pruned)]
+    texts = [str(tokenizer.decode(ids[0, length:], skip_special_tokens=True)) for ids in (dense, pruned)]
     return {"prompt": prompt, "dense": texts[0], "routed": texts[1]}

@@ -67,6 +67,7 @@ class Config:
 class CatsProvider(GateProvider):
     """Buffer `thresholds` [L, 2]: a group runs where its score reaches its layer's (attention, ffn)."""
 
+    thresholds: Tensor
     supports_dial = True
 
     def __init__(self, config: Config, geometry: Geometry):

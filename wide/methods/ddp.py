@@ -57,6 +57,8 @@ class Config:
 class DDPProvider(GateProvider):
     """`strengths[kind][layer]` [G], all 1 at the start: the dense model."""
 
+    multipliers: Tensor
+    climbed_at: Tensor
     supports_dial = True
     kv = "removed"
 
@@ -114,8 +116,8 @@ class DDPProvider(GateProvider):
             attention, ffn = (n * self.group_width(k) * self.num_groups[k] for n, k in ((2, "attention"), (3, "ffn")))
             share = attention / (attention + ffn)
         weights = {"attention": share, "ffn": 1 - share}
-        excess = sum(weights[k] * s.mean() for k, s in keep.items()) - (1 - targets["total"])
-        undecided = sum(weights[k] * (s * (1 - s)).mean() for k, s in keep.items())
+        excess = torch.stack([weights[k] * s.mean() for k, s in keep.items()]).sum() - (1 - targets["total"])
+        undecided = torch.stack([weights[k] * (s * (1 - s)).mean() for k, s in keep.items()]).sum()
         terms = torch.stack([excess, excess.square(), undecided])
         if int(self.climbed_at) != step:  # once per optimiser step, however it is cut
             self.climbed_at.fill_(step)

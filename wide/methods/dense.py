@@ -33,10 +33,11 @@ class DenseProvider(GateProvider):
     def __init__(self, config: Config, geometry: Geometry):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)
         self.vectors = parameters_per_layer() if config.bias else None
-        for kind in KINDS if self.vectors is not None else ():
-            shape = (self.num_groups[kind], geometry.hidden_size)
-            rows = [nn.Parameter(torch.zeros(shape)) for _ in range(geometry.num_layers)]
-            self.vectors[kind] = nn.ParameterList(rows)
+        for kind in KINDS:
+            if self.vectors is not None:
+                shape = (self.num_groups[kind], geometry.hidden_size)
+                rows = [nn.Parameter(torch.zeros(shape)) for _ in range(geometry.num_layers)]
+                self.vectors[kind] = nn.ParameterList(rows)
 
     def gate(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
         return hidden.new_ones((*hidden.shape[:-1], self.num_groups[kind]), dtype=torch.float32)

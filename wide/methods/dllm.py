@@ -8,6 +8,7 @@ tokens skips every sublayer, deployed it is a threshold that has followed those 
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ class Config:
 class DLLMProvider(GateProvider):
     """`routers[kind][layer]`, kind "ffn" with unit=sublayer only; buffer `thresholds` [L, 2] moves with `capacity`."""
 
+    thresholds: Tensor
     supports_dial = True
 
     def __init__(self, config: Config, geometry: Geometry, seed: int):
@@ -88,7 +90,7 @@ class DLLMProvider(GateProvider):
         for kind in KINDS if config.unit == "sublayer" else ("attention",):
             routers = [build_router(config, geometry.hidden_size) for _ in range(geometry.num_layers)]
             self.routers[kind] = nn.ModuleList(routers)
-        reset_parameters(self.routers, config, torch.Generator().manual_seed(seed))
+        reset_parameters(cast(nn.ModuleDict, self.routers), config, torch.Generator().manual_seed(seed))
         self.register_buffer("thresholds", torch.zeros(geometry.num_layers, 2))
         self.shared: dict[int, Tensor] = {}
         self.decisions: dict[tuple[str, int], Tensor] = {}
@@ -104,7 +106,7 @@ class DLLMProvider(GateProvider):
         with torch.autocast(hidden.device.type, enabled=False):
             execute, skip = self.routers[kind][layer](hidden.float()).split(1, dim=-1)
         logits = execute - skip - self.thresholds[layer, KINDS.index(kind)]
-        always = (self.step.positions < self.config.dense_tokens)[..., None]
+        always = (self.step.known_positions < self.config.dense_tokens)[..., None]
         if layer < self.config.dense_layers:
             always = torch.ones_like(always)
         self.shared[layer] = torch.where(always, ALWAYS, logits)

@@ -32,6 +32,11 @@ class GateStep:
     positions: Tensor | None = None
     valid: Tensor | None = None
 
+    @property
+    def known_positions(self) -> Tensor:
+        assert self.positions is not None, "positions are set by a forward of the routed model"
+        return self.positions
+
 
 class GateProvider(nn.Module):
     """Base of all methods. Subclasses implement `gate`; `num_groups` gives G of each kind (layout of the masks)."""

@@ -41,7 +41,8 @@ class RandomProvider(GateProvider):
         generator = torch.Generator().manual_seed(seed)
         rates = {"attention": config.attention_sparsity, "ffn": config.ffn_sparsity}
         for kind in KINDS:
-            rate = config.sparsity if rates[kind] is None else rates[kind]
+            own = rates[kind]
+            rate = config.sparsity if own is None else own
             shape = (geometry.num_layers, PERIOD, self.num_groups[kind])
             self.register_buffer(f"table_{kind}", torch.rand(shape, generator=generator) >= rate)
 
@@ -50,7 +51,7 @@ class RandomProvider(GateProvider):
         return dict.fromkeys(KINDS, 0)
 
     def gate(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
-        rows = self.get_buffer(f"table_{kind}")[layer][self.step.positions % PERIOD]  # [1 or B, T, G]
+        rows = self.get_buffer(f"table_{kind}")[layer][self.step.known_positions % PERIOD]  # [1 or B, T, G]
         return rows.expand(hidden.shape[0], -1, -1).float()
 
 

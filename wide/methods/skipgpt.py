@@ -86,7 +86,9 @@ class PlainRouter(nn.Module):
                     bound = linear.in_features**-0.5
                     linear.weight.copy_(torch.rand(linear.weight.shape, generator=generator) * 2 * bound - bound)
                     linear.bias.zero_()
-            self.layers[-1].bias.copy_(torch.tensor([self.init_gap / 2, -self.init_gap / 2]))
+            last = self.layers[-1]
+            assert isinstance(last, nn.Linear)
+            last.bias.copy_(torch.tensor([self.init_gap / 2, -self.init_gap / 2]))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden` [..., D] of any dtype -> logit [..., 1] float32; autocast is off inside."""

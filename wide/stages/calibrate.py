@@ -5,47 +5,28 @@ One `training_step` is one optimiser step: the batch is this rank's share of the
 so that token counts and budgets are those of the whole step whatever the cut. `wide.stages.lora` builds on it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any, Self
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from wide import families
 from wide.loss import check_finite, next_token_labels, token_losses
 from wide.model import RoutedModel
-from wide.options import StageConfig
+from wide.options import MethodConfig, StageConfig
 from wide.routing import KINDS, RoutingStats, gate_noise, ramped_target, sparsity_distance, temperature
 from wide.sharding import ShardedBackbone
+from wide.stages.objective import LanguageOnly, objective_of
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
-
-
-@dataclass(frozen=True)
-class LanguageOnly:
-    """Objective of a method that asks for no budget (dense and static ones): the next token's cross-entropy."""
-
-    sparsity: float = 0.0
-    ramp_ratio: float = 0.0
-    tau_start: float = 1.0
-    tau_end: float = 1.0
-    budget_weight: float = 0.0
-    budget_price: str = "mean"
-    budget_scope: str = "micro"
-    distill_weight: float = 0.0
-    separation_weight: float = 0.0
-
-    def targets(self) -> dict[str, float]:
-        return {"total": self.sparsity}
-
-
-def objective_of(method: object) -> object:
-    """The method's own config where it asks for a budget, else the language loss alone."""
-    return method if hasattr(method, "targets") else LanguageOnly()
 
 
 class Calibrate(L.LightningModule):
@@ -61,7 +42,14 @@ class Calibrate(L.LightningModule):
 
     name = "calibrate"
 
-    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int, compiled: bool = False):
+    def __init__(
+        self,
+        routed: RoutedModel,
+        stage: StageConfig,
+        method: MethodConfig | LanguageOnly,
+        seed: int,
+        compiled: bool = False,
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.strict_loading = False
@@ -74,10 +62,11 @@ class Calibrate(L.LightningModule):
         self._attention_weight = routed.cost(length=1).attention_weight
         self.history: list[dict[str, Tensor]] = []
 
-    def freeze(self) -> None:
+    def freeze(self) -> Self:
         """Declare what learns in this stage."""
         self.routed.model.requires_grad_(False)
         self.routed.gates.requires_grad_(True)
+        return self
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ShardedBackbone):
@@ -86,7 +75,7 @@ class Calibrate(L.LightningModule):
     def trainable_names(self) -> list[str]:
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         stage = self.stage
         optimiser = torch.optim.AdamW(
             self.parameter_groups(),
@@ -118,7 +107,8 @@ class Calibrate(L.LightningModule):
 
     def training_step(self, batch: dict, batch_idx: int) -> None:
         step = self.global_step
-        optimiser, schedule = self.optimizers(), self.lr_schedulers()
+        optimiser, schedule = self.optimizers(), self._schedule()
+        assert isinstance(optimiser, LightningOptimizer)
         micro_batches = list(self.micro_batches(batch))
         num_labels = self._reduce(sum((m["shifted_labels"] != -100).sum() for m in micro_batches)).clamp(min=1)
         targets = self.targets(step)
@@ -246,7 +236,7 @@ class Calibrate(L.LightningModule):
         if (here is None) != (there is None) or (here is not None and not torch.equal(here.cpu(), there)):
             raise ValueError("the resumed run has the FFN channels in another order than this one")
 
-    def load_state_dict(self, state_dict: dict, strict: bool = False, assign: bool = False):
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False, assign: bool = False):
         """Load non-strictly, then insist that exactly the frozen tensors were absent."""
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         missing = [name for name in self.trainable_names() if name in result.missing_keys]
@@ -255,6 +245,11 @@ class Calibrate(L.LightningModule):
                 f"checkpoint does not fit this run: missing {missing}, unexpected {result.unexpected_keys}"
             )
         return result
+
+    def _schedule(self) -> LRScheduler:
+        schedule = self.lr_schedulers()
+        assert isinstance(schedule, LRScheduler)
+        return schedule
 
     def _reduce(self, value: Tensor) -> Tensor:
         """Sum over ranks (a copy; no gradient)."""
@@ -276,7 +271,7 @@ class Calibrate(L.LightningModule):
         logged = dict(zip(logged, reduced, strict=True))
         logged["target"] = torch.tensor(sum(targets.values()) / len(targets))
         logged["sparsity"] = (logged["sparsity_attention"] + logged["sparsity_ffn"]) / 2
-        logged["learning_rate"] = torch.tensor(self.lr_schedulers().get_last_lr()[0])
+        logged["learning_rate"] = torch.tensor(self._schedule().get_last_lr()[0])
         logged["step"] = torch.tensor(float(self.global_step))
         self.history.append({key: value.detach() for key, value in logged.items()})
         self.log_dict({f"{self.name}/{key}": value for key, value in logged.items()})

@@ -5,6 +5,7 @@ Loss and budget are those of stage 1, at the full target from the first step. `w
 """
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from wide.adapter import lora_names
 from wide.model import RoutedModel
-from wide.options import StageConfig
-from wide.stages.calibrate import Calibrate, objective_of
+from wide.options import MethodConfig, StageConfig
+from wide.stages.calibrate import Calibrate
+from wide.stages.objective import LanguageOnly, objective_of
 
 
 class Lora(Calibrate):
@@ -21,13 +23,20 @@ class Lora(Calibrate):
 
     name = "lora"
 
-    def __init__(self, routed: RoutedModel, stage: StageConfig, method, seed: int, compiled: bool = False):
+    def __init__(
+        self,
+        routed: RoutedModel,
+        stage: StageConfig,
+        method: MethodConfig | LanguageOnly,
+        seed: int,
+        compiled: bool = False,
+    ):
         assert routed.model is not routed.base, "add_lora comes before this stage"
         objective = objective_of(method)
         start = objective.tau_start if stage.restart_temperature else objective.tau_end
         super().__init__(routed, stage, replace(objective, ramp_ratio=0.0, tau_start=start), seed, compiled)
 
-    def freeze(self) -> None:
+    def freeze(self) -> Self:
         """Exactly LoRA, and the provider's parameters unless frozen, are trained."""
         self.routed.requires_grad_(False)
         declared = lora_names(self.routed)
@@ -36,11 +45,12 @@ class Lora(Calibrate):
         for name in declared:
             self.routed.get_parameter(name).requires_grad_(True)
         self.routed.gates.requires_grad_(not self.stage.freeze_routers)
+        return self
 
     def parameter_groups(self) -> list[dict]:
         """LoRA at `learning_rate`; the provider at its own rate."""
         stage = self.stage
-        groups = [{"params": [p for p in self.routed.model.parameters() if p.requires_grad]}]
+        groups: list[dict] = [{"params": [p for p in self.routed.model.parameters() if p.requires_grad]}]
         routers = [p for p in self.routed.gates.parameters() if p.requires_grad]
         if routers:
             rate = stage.learning_rate if stage.router_learning_rate is None else stage.router_learning_rate
