@@ -25,13 +25,14 @@ def fit_dials(
     Under bf16 autocast when training was, so that the rates are those of the numbers that will be reported.
     """
     method = config.method
-    if not routed.gates.supports_dial or method.dial == "none":
+    granularity = getattr(method, "dial", "none")
+    if not routed.gates.supports_dial or granularity == "none":
         return None, []
     batches = calibration_batches(config, data, config.stage.dial_blocks, device)
     weight = routed.cost(length=1).attention_weight if _price(method) == "cost" else 0.5
     with torch.autocast(device.type, torch.bfloat16, enabled=config.trainer.precision != "fp32"):
-        curve = fit_curve(routed, batches, method.dial) if config.stage.dial_curve else []
-        point = fit_dial(routed, batches, target_total(method), method.dial, attention_weight=weight)
+        curve = fit_curve(routed, batches, granularity) if config.stage.dial_curve else []
+        point = fit_dial(routed, batches, target_total(method), granularity, attention_weight=weight)
     return point, curve
 
 
@@ -57,7 +58,8 @@ def scores_at_other_settings(
     asked = [("mean", target) for target in config.eval.at_mean] + [("cost", target) for target in config.eval.at_cost]
     if not asked or not routed.gates.supports_dial:
         return []
-    granularity = config.method.dial if config.method.dial != "none" else "global"
+    asked = getattr(config.method, "dial", "none")
+    granularity = asked if asked != "none" else "global"
     batches = calibration_batches(config, data, config.stage.dial_blocks, device)
     before = routed.gates.dial.clone()
     rows = []
@@ -102,7 +104,8 @@ def calibration_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """Model inputs of training blocks, spread evenly over the split."""
     batches = held_batches(data.train_blocks, min(num_blocks, len(data.train_blocks)), config)
-    return [{k: v.to(device) for k, v in forward_inputs(batch).items() if k != "use_cache"} for batch in batches]
+    inputs = [forward_inputs(batch) for batch in batches]
+    return [{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)} for found in inputs]
 
 
 def target_total(method) -> float:

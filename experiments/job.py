@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -148,7 +149,7 @@ def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
     """
     if global_rank() != 0:
         return
-    asked = OmegaConf.to_container(node, resolve=True)
+    asked = cast(dict, OmegaConf.to_container(node, resolve=True))
     row = results.base_row(asked, run_dir.name, results.command_line(), results.environment_report())
     row, results_file = results.failed(row, error), asked.get("results_file") or RootConfig.results_file
     if (run_dir / CONFIG).exists():  # the folder of another run, which stays as it is

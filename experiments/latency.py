@@ -37,6 +37,7 @@ from wide.engine.synthetic import (
 from wide.engine.weights import take_weights
 from wide.methods import load as load_method
 from wide.methods.provider import GateProvider
+from wide.methods.wide import Config as WideConfig
 from wide.model import RoutedModel
 from wide.options import Config, ModelConfig
 
@@ -46,7 +47,7 @@ SEED = 3
 
 def check(config: Config) -> None:
     """Refuse impossible group widths and lengths before anything is built."""
-    if config.method.name != "wide":
+    if not isinstance(config.method, WideConfig):
         raise ValueError(f"method.name={config.method.name!r} cannot be timed; legal: wide")
     choose_device(config)
     if config.bench.checkpoint:
@@ -98,6 +99,7 @@ def model_config(model: ModelConfig):
 
 
 def group_sizes(config: Config) -> list[int]:
+    assert isinstance(config.method, WideConfig)
     return list(config.bench.ffn_group_sizes) or [config.method.ffn_group_size]
 
 

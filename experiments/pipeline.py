@@ -208,7 +208,7 @@ def log_results(logger: Logger | None, run_dir: Path, metrics: dict) -> None:
     if logger is None:
         return
     run = getattr(logger, "experiment", None)
-    if hasattr(run, "log_artifact"):
+    if run is not None and hasattr(run, "log_artifact"):
         import wandb
 
         run.summary.update(metrics)

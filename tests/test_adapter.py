@@ -16,7 +16,7 @@ from torch import Tensor
 from training import tiny_run_config, trained_tensors
 
 from experiments import lora as experiment
-from wide import checkpoint
+from wide import checkpoint, checkpoint_files
 from wide.adapter import LoraRoutedModel, add_lora, merge
 from wide.base_model import fingerprint
 from wide.methods import load as load_method
@@ -191,7 +191,7 @@ def test_f27_missing_and_extra_lora_keys_are_named(tmp_path, change):
             tensors[name.replace("lora_", "other.lora_")] = tensor
     save_file(tensors, path)
     config = json.loads((folder / "wide_config.json").read_text())
-    config["sha256"]["adapter/adapter_model.safetensors"] = checkpoint._sha256(path)
+    config["sha256"]["adapter/adapter_model.safetensors"] = checkpoint_files.sha256(path)
     (folder / "wide_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         checkpoint.from_pretrained(folder)

@@ -196,12 +196,15 @@ def from_pretrained(
     if gates.channel_order is not None:
         permute_channels(routed, gates.channel_order)
     if sparsity is not None:
-        stored = config["dial_curve"]
-        if len(stored) != len(dials):
-            raise ValueError(f"{folder / CONFIG} lists {len(stored)} dial points, {TENSORS} holds {len(dials)}")
-        points = [DialPoint(p["target"], p["measured"], dial) for p, dial in zip(stored, dials, strict=True)]
-        routed.gates.dial.copy_(dial_for(points, sparsity))
+        routed.gates.dial.copy_(dial_for(_curve(folder, config, dials), sparsity))
     return routed
+
+
+def _curve(folder: Path, config: dict, dials: Sequence[torch.Tensor]) -> list[DialPoint]:
+    stored = config["dial_curve"]
+    if len(stored) != len(dials):
+        raise ValueError(f"{folder / CONFIG} lists {len(stored)} dial points, {TENSORS} holds {len(dials)}")
+    return [DialPoint(p["target"], p["measured"], dial) for p, dial in zip(stored, dials, strict=True)]
 
 
 def stored_base(folder: Path, config: dict) -> ModelConfig:

@@ -71,8 +71,8 @@ def check_tasks(options: EvalConfig) -> None:
         except OSError as error:
             cause = " ".join(str(error).split())
             raise ValueError(
-                f"eval.tasks: the data of {name!r} are not in the cache and cannot be fetched ({cause}); run `make data` "
-                "where there is a network, or choose a packaged task (eval=smoke)"
+                f"eval.tasks: the data of {name!r} are not in the cache and cannot be fetched ({cause}); run "
+                "`make data` where there is a network, or choose a packaged task (eval=smoke)"
             ) from error
 
 
