@@ -123,6 +123,7 @@ def flat_metrics(report: dict) -> dict[str, float]:
         row[prefix + "is_static"] = routing["is_static"]
         if not prefix:
             layers = routing["sparsity"]["layers"]
+            row["kv"] = routing["kv"]
             row["layout"] = {kind: [round(layer[i], 4) for layer in layers] for i, kind in enumerate(KINDS)}
     return row | (flat_tasks(report["accuracy"]) if "accuracy" in report else {})
 
@@ -148,6 +149,7 @@ def table(config: Config, report: dict, folder: Path) -> str:
         ("measured sparsity (hard, held out)", f"{sparsity['total']:.1%}"),
         ("  attention / FFN", f"{sparsity['attention']:.1%} / {sparsity['ffn']:.1%}"),
         ("skipped prunable parameters", f"{skipped['params']:.1%}"),
+        ("keys and values", f"{routing['kv']}, {skipped['kv']:.1%} skipped"),
         (f"skipped FLOPs at {routing['length']} tokens", f"{skipped['flops']:.1%}"),
         ("skipped weight bytes, one-token decode", f"{skipped['bytes']:.1%}"),
         *_task_rows(report),

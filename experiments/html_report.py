@@ -23,6 +23,7 @@ FIGURES = (
     ("skipped_params", "prunable parameters skipped", "{:.1%}"),
     ("skipped_flops", "FLOPs skipped", "{:.1%}"),
     ("skipped_bytes", "weight bytes of a one-token decode skipped", "{:.1%}"),
+    ("skipped_kv", "keys and values skipped", "{:.1%}"),
     ("accuracy_mean", "accuracy, mean of the tasks", "{:.1%}"),
     ("accuracy_retention", "accuracy over dense", "{:.1%}"),
 )

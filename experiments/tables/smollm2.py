@@ -26,6 +26,7 @@ COLUMNS = [
     Column("FFN %", "sparsity_ffn", scale=100, digits=1),
     Column("parameters skipped %", "skipped_params", scale=100, digits=1),
     Column("weight bytes skipped %", "skipped_bytes", scale=100, digits=1),
+    Column("keys and values skipped %", "skipped_kv", scale=100, digits=1),
 ]
 DENSE = {
     "routed_perplexity": "dense_perplexity",
