@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -128,3 +129,11 @@ def _read_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
         keys = node.args
     return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+def test_every_fault_of_the_list_is_tried_by_a_test_of_that_name():
+    """And there are at least 60 of them: a name counts as many inputs as stand behind it."""
+    listed = re.findall(r"`(test_\w+)`(?: \((\d+)\))?", (ROOT / "tests" / "FAULTS.md").read_text())
+    tests = {n.name for p in SOURCES if p.parts[0] == "tests" for n in tree(p).body if isinstance(n, ast.FunctionDef)}
+    assert not {name for name, _ in listed} - tests
+    assert sum(int(count or 1) for _, count in listed) >= 60
