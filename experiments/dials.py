@@ -58,8 +58,8 @@ def scores_at_other_settings(
     asked = [("mean", target) for target in config.eval.at_mean] + [("cost", target) for target in config.eval.at_cost]
     if not asked or not routed.gates.supports_dial:
         return []
-    asked = getattr(config.method, "dial", "none")
-    granularity = asked if asked != "none" else "global"
+    own: str = getattr(config.method, "dial", "none")
+    granularity = own if own != "none" else "global"
     batches = calibration_batches(config, data, config.stage.dial_blocks, device)
     before = routed.gates.dial.clone()
     rows = []

@@ -5,6 +5,7 @@ Called by `experiments.pipeline` after training.
 
 import math
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -107,9 +108,9 @@ def _other_text(config: Config, routed: RoutedModel, tokenizer: PreTrainedTokeni
     return held_batches(blocks, min(config.eval.blocks or len(blocks), len(blocks)), config)
 
 
-def flat_metrics(report: dict) -> dict[str, float]:
+def flat_metrics(report: dict) -> dict:
     """The report's figures as flat columns of a results row."""
-    row: dict[str, float] = {}
+    row: dict[str, Any] = {}
     for text in ("held_out", "other_text"):
         if text not in report:
             continue

@@ -8,16 +8,17 @@ in `experiments/results/exports` fill the table `exports`.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 from wide.adapter import merge
 from wide.base_model import load_base
@@ -60,17 +61,21 @@ def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
     config = read_config(checkpoint)
     routed = from_pretrained(checkpoint, device=device)
     routed = routed if routed.model is routed.base else merge(routed)
-    routed.base.to(torch.float32)
+    nn.Module.to(routed.base, torch.float32)
     shape = export_static(routed, folder)
-    exported = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    exported = AutoModelForCausalLM.from_pretrained(folder).eval()
+    nn.Module.to(exported, device)
     ids = torch.randint(3, exported.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(5))
     ids = ids.to(device)
     difference = largest_difference(routed, exported, ids)
     if not difference <= TOLERANCE:
         raise RuntimeError(f"the exported model is {difference:.1e} away from the masked one (limit {TOLERANCE:.0e})")
-    stock = load_base(stored_base(checkpoint, config), device).to(torch.float32)
+    stock = load_base(stored_base(checkpoint, config), device)
+    nn.Module.to(stock, torch.float32)
     stock_folder.mkdir()
-    save_model(stock, stock_folder / "model.safetensors")  # transformers refuses to save what came from a GGUF file
+    save_model(
+        stock, str(stock_folder / "model.safetensors")
+    )  # transformers refuses to save what came from a GGUF file
     environment = environment_report()
     return {
         "experiment": config["recipe"].get("experiment_name"),
@@ -109,14 +114,14 @@ def timings(stock: PreTrainedModel, exported: PreTrainedModel, ids: Tensor) -> d
     prompt = {"input_ids": ids[:, :16], "attention_mask": torch.ones_like(ids[:, :16])}
     tasks: dict[str, Callable[[PreTrainedModel], object]] = {
         "prefill": lambda model: model(input_ids=ids, logits_to_keep=1),
-        "decode": lambda model: model.generate(**prompt, **settings),
+        "decode": lambda model: cast(GenerationMixin, model).generate(**prompt, **settings),
     }
-    found = {}
+    found: dict[str, float] = {}
     for name, task in tasks.items():
-        times = {"stock": [], "exported": []}
+        times: dict[str, list[float]] = {"stock": [], "exported": []}
         for repeat in range(REPEATS + 1):
             for label, model in (("stock", stock), ("exported", exported)):
-                elapsed = clock(lambda task=task, model=model: task(model), ids.device)
+                elapsed = clock(partial(task, model), ids.device)
                 if repeat:  # the first warms up
                     times[label].append(elapsed / (NEW_TOKENS if name == "decode" else 1))
         medians = {label: statistics.median(values) for label, values in times.items()}
@@ -136,4 +141,4 @@ def clock(call: Callable[[], object], device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

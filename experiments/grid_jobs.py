@@ -21,7 +21,7 @@ JOINT = ("dllm_joint", "mod_d_joint")
 RECOVERED = ("wanda_sp", "flap", "flap_cost", "cats", "teal", "shortened_ppl", "shortened_taylor", "blockpruner")
 SIZES = ((3, 32), (3, 64), (3, 256), (3, 512), (1, 128), (9, 128))
 """Heads and channels per group, beside 3 and 128."""
-SEARCH = {
+SEARCH: dict[str, list[tuple[str, ...]]] = {
     "skipgpt": [
         ("stage.learning_rate=5e-4",),
         ("stage.learning_rate=8e-3",),

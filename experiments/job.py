@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
@@ -163,7 +163,7 @@ def leave_refused(node: DictConfig, run_dir: Path, error: Exception) -> None:
     finish(build_logger(options, asked, run_dir, stage), exit_code=1)
 
 
-def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> None:
+def raise_or_exit(error: Exception, run_dir: Path, sweep: bool) -> NoReturn:
     """One line for a mistake. A single run exits here; a sweep needs the exception to know that the job failed."""
     JOBS["failed"] += 1
     line = explain(error)

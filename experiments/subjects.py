@@ -6,9 +6,11 @@
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from wide.engine.generate import Engine
 from wide.engine.parts import profile
@@ -92,6 +94,7 @@ class EngineSubject(Subject):
         if phase == "prefill":
             return profile(lambda: self.engine.prefill(texts))
         cache, token = self.engine.cache, texts[:, -1]
+        assert cache is not None
         self.engine.prefill(texts)
         return profile(lambda: self.engine.step(token, cache))
 
@@ -111,7 +114,7 @@ class TransformersSubject(Subject):
         self.compiled = name == "compiled"
 
     def generate(self, texts: Tensor, new_tokens: int, static: bool) -> Tensor:
-        return self.routed.base.generate(
+        return cast(GenerationMixin, self.routed.base).generate(
             input_ids=texts,
             attention_mask=torch.ones_like(texts),
             max_new_tokens=new_tokens,
@@ -137,5 +140,5 @@ class TransformersSubject(Subject):
         return [(time_many - one) / new_tokens for time_many in many]
 
     def release(self) -> None:
-        self.routed.base._cache = None
+        vars(self.routed.base)["_cache"] = None
         torch._dynamo.reset()

@@ -7,6 +7,7 @@ The count is taken from what the jobs leave in the folder, so it holds for every
 import json
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -28,7 +29,7 @@ class SweepReport(Callback):
         FOLDERS[:] = [Path(config.hydra.sweep.dir)]
         CONFIGS[:] = [config]
 
-    def on_job_end(self, config: DictConfig, **kwargs: object) -> None:
+    def on_job_end(self, config: DictConfig, job_return: object, **kwargs: object) -> None:
         if config.hydra.mode == RunMode.MULTIRUN:
             write_sweep(Path(config.hydra.sweep.dir))
 
@@ -42,11 +43,14 @@ def mirror() -> None:
 
 def log_sweep(config: DictConfig, folder: Path) -> None:
     """The sweep's report as a W&B run of its own, job type `sweep`, failed where a job failed."""
+    from lightning.pytorch.loggers import WandbLogger
+
     from wide.loggers import build_logger, finish
 
     try:
         options = to_dataclass(config.logger, LoggerConfig, "logger")
-        asked = OmegaConf.to_container(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]))
+        ours = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        asked = cast(dict, OmegaConf.to_container(ours))
     except (ValueError, OmegaConfBaseException):  # every job was refused for it, and said so
         return
     if options.name != "wandb":
@@ -54,7 +58,7 @@ def log_sweep(config: DictConfig, folder: Path) -> None:
     import wandb
 
     logger = build_logger(options, asked, folder, "sweep")
-    if logger is not None:
+    if isinstance(logger, WandbLogger):
         page = (folder / "report.html").read_text(encoding="utf-8")
         logger.experiment.log({"report": wandb.Html(page, inject=False)})
     finish(logger, exit_code=int(tally()["failed"] > 0))

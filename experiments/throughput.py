@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -22,6 +23,7 @@ from wide import families
 from wide.adapter import add_lora, lora_names
 from wide.base_model import resolve_dtype
 from wide.engine.synthetic import random_model, random_routed
+from wide.methods.wide import Config as WideConfig
 from wide.model import RoutedModel
 from wide.options import Config
 
@@ -31,7 +33,7 @@ WARM_UP = 2
 
 def check(config: Config) -> None:
     """Refuse what cannot be timed before anything is built."""
-    if config.method.name != "wide" or config.method.distill_weight > 0:
+    if not isinstance(config.method, WideConfig) or config.method.distill_weight > 0:
         raise ValueError("throughput counts the steps of method.name=wide with method.distill_weight=0; legal: these")
     if config.trainer.devices * config.trainer.num_nodes > 1:
         raise ValueError(f"trainer.devices={config.trainer.devices} cannot be timed; legal: 1")
@@ -44,6 +46,7 @@ def check(config: Config) -> None:
 
 def run(config: Config) -> dict:
     """All measurements of one model; returns the run's row, which holds them under `measurements`."""
+    assert isinstance(config.method, WideConfig)
     device = choose_device(config)
     dtype = resolve_dtype(config.model.dtype, device)
     routed = random_routed(random_model(model_config(config.model), device, dtype), config.method, config.seed)
@@ -67,8 +70,8 @@ def measure(config: Config, routed: RoutedModel, stage: str, checkpointing: bool
     module = STAGES[stage](routed, options, config.method, config.seed, config.trainer.compile)
     trainer = build_trainer(config, Path(config.output_dir), None, stage)
     clock = Clock()
-    kept = [callback for callback in trainer.callbacks if not isinstance(callback, ModelCheckpoint)]
-    trainer.callbacks = [*kept, clock]
+    kept = [callback for callback in cast(Any, trainer).callbacks if not isinstance(callback, ModelCheckpoint)]
+    cast(Any, trainer).callbacks = [*kept, clock]
     row = {"model": config.model.name, "stage": stage, "activation_checkpointing": checkpointing}
     row |= {"block_size": config.data.block_size, "batch_size": options.batch_size}
     row |= {"micro_batch_size": options.micro_batch_size, "compile": config.trainer.compile}

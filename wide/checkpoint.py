@@ -70,13 +70,7 @@ def save_pretrained(
         curve: fitted dial points, for `sparsity=` at load time. The rest is JSON, kept for the reader.
     """
     folder = Path(folder)
-    if routed.model is routed.base and not is_sharded(routed.base):  # of a sharded base each rank has a part
-        with stock_order(routed):
-            found = fingerprint(routed.base)
-        if found != base_fingerprint:
-            raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before that")
-    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} is not empty and holds no {CONFIG}; choose an empty folder")
+    _check_target(routed, folder, base_fingerprint)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -102,6 +96,17 @@ def save_pretrained(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return folder
+
+
+def _check_target(routed: RoutedModel, folder: Path, base_fingerprint: str) -> None:
+    """ValueError for a base that is no longer the stock one, and for a folder that holds something else."""
+    if routed.model is routed.base and not is_sharded(routed.base):  # of a sharded base each rank has a part
+        with stock_order(routed):
+            found = fingerprint(routed.base)
+        if found != base_fingerprint:
+            raise ValueError("the base weights have changed (LoRA merged into them?); save the checkpoint before that")
+    if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
+        raise ValueError(f"{folder} is not empty and holds no {CONFIG}; choose an empty folder")
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -200,7 +205,7 @@ def from_pretrained(
     return routed
 
 
-def _curve(folder: Path, config: dict, dials: Sequence[torch.Tensor]) -> list[DialPoint]:
+def _curve(folder: Path, config: dict, dials: torch.Tensor) -> list[DialPoint]:
     stored = config["dial_curve"]
     if len(stored) != len(dials):
         raise ValueError(f"{folder / CONFIG} lists {len(stored)} dial points, {TENSORS} holds {len(dials)}")

@@ -17,7 +17,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from wide import families
@@ -45,8 +52,12 @@ def export_static(routed: RoutedModel, folder: str | Path, tokenizer: PreTrained
     """Write the smaller checkpoint (and the tokenizer); returns its shape.
 
     Raises:
-        ValueError: decisions that differ between tokens, LoRA not merged, or means that the family has no bias for.
+        ValueError: decisions that differ between tokens, LoRA not merged, means that the family has no bias for, or a
+            folder that holds files: a loader would take shards of an older model.
     """
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds files; legal: a new or an empty folder")
     keep = routed.gates.static_keep()
     if keep is None:
         raise ValueError("only a static method exports as a smaller model; this one decides anew for each token")
@@ -65,11 +76,20 @@ def export_static(routed: RoutedModel, folder: str | Path, tokenizer: PreTrained
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     smaller = model_class(config).to(routed.base.dtype)
     smaller.load_state_dict(smaller_state(routed, smaller, alive, shape))
-    smaller.generation_config = routed.base.generation_config
+    smaller.generation_config = valid_settings(routed.base.generation_config)
     smaller.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return shape
+
+
+def valid_settings(settings: GenerationConfig) -> GenerationConfig:
+    """The base's own, less sampling values beside greedy decoding, which transformers reads and refuses to save."""
+    settings = copy.deepcopy(settings)
+    if not settings.do_sample:
+        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+            setattr(settings, name, None)
+    return settings
 
 
 def choose_shape(alive: dict[str, Tensor], geometry: Geometry, keep_every_layer: bool) -> Shape:

@@ -95,9 +95,9 @@ def _cell(runs: dict, name: str, column: Column) -> Cell:
     if key == "control_cut" and not _compensates(rows):
         return Cell(text="", status="none")
     needed = [base, own, *([control] if key == "control_cut" else [])]
-    if any(cell.value is None for cell in needed):
+    if own.value is None or any(cell.value is None for cell in needed):
         return Cell(status=own.status if own.value is None else "missing")
-    ours = own.value - (control.value if key == "control_cut" else 0.0)
+    ours = own.value - ((control.value or 0.0) if key == "control_cut" else 0.0)
     share = column.scale * (1 - ours / base.value) if base.value else math.nan
     traces = {run: c for cell in needed for run, c in zip(cell.runs, cell.commands, strict=True)}
     return Cell(share, None, own.num_runs, runs=tuple(traces), commands=tuple(traces.values()))

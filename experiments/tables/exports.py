@@ -1,6 +1,7 @@
 """Static methods as smaller transformers checkpoints: size and speed, from `experiments/results/exports`."""
 
 import json
+from typing import Any
 
 import pandas as pd
 
@@ -32,7 +33,7 @@ def build(rows: pd.DataFrame) -> list[Table]:
         shape, figures = row["shape"], row | row["skipped"]
         size, padded = f"{shape['kv_heads']} x {shape['heads_per_kv']}", shape["padded_layers"]
         labels = (row["experiment"], row["device"], str(shape["layers"]), size, str(shape["channels"]))
-        about = {
+        about: dict[str, Any] = {
             "runs": (f"export of {row['experiment']}, {row['device']}",),
             "commands": (f"{row['run_command']}; {row['command']}",),
         }

@@ -1,5 +1,7 @@
 """End-to-end latency of the engine. The paper's speedups are from an RTX 5090: shown beside ours, not judged."""
 
+from typing import Any
+
 import pandas as pd
 
 from experiments.tables.cells import Cell, Column, Table
@@ -55,7 +57,7 @@ def labels(row: dict, run: dict) -> tuple[str, ...]:
 def cell_of(row: dict, run: dict, column: Column) -> Cell:
     value, paper = row.get(column.metric), None
     if column.metric == "speedup_over_engine_dense" and row["tokens"] == PAPER_TOKENS and row["batch"] == 1:
-        groups = {"attn_group": row.get("attn_group_size"), "ffn_group": row.get("ffn_group_size")}
+        groups: dict[str, Any] = {"attn_group": row.get("attn_group_size"), "ffn_group": row.get("ffn_group_size")}
         spec = Spec(row["model"], "wide", round(100 * row["sparsity"]), stage="random masks", **groups)
         paper = published(spec, f"speedup_{row['phase']}")
     if value is None:

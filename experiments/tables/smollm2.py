@@ -66,7 +66,7 @@ def _table(rows: pd.DataFrame, percent: int) -> Table:
     for method, recipe, changes, groups in _settings(rows, percent):
         for stage, stage_name in STAGES.items():
             for matched, matched_name in MATCHED.items():
-                spec = Spec(MODEL, method, percent, recipe, *groups, matched=matched, stage=stage)
+                spec = Spec(MODEL, method, percent, recipe, groups[0], groups[1], matched, stage)
                 found = select(rows[rows["changes"] == changes], spec)
                 required = matched != "equal" and not changes
                 if len(found) or required:

@@ -1,6 +1,8 @@
 """One attention benchmark: inputs in several buffer sets, ours and the library's dense call by its better backend."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -45,26 +47,28 @@ class AttentionProblem:
 
     def ours(self, index: int) -> torch.Tensor:
         """The operator on buffer set `index`, with the true share of True as the hint."""
-        call = attention_decode if self.operator == "attention_decode" else attention_prefill
+        call: Callable[..., torch.Tensor] = (
+            attention_decode if self.operator == "attention_decode" else attention_prefill
+        )
         options = {"skipped": self.skipped, "expected_keep": self.keep_ratio, "route": self.route}
         return call(*self.sets[index], self.keep_mask, **options)
 
     def variant(self) -> Variant:
         """Ours, once per buffer set."""
-        return [lambda index=index: self.ours(index) for index in range(len(self.sets))]
+        return [partial(self.ours, index) for index in range(len(self.sets))]
 
     def dense(self) -> dict[str, Variant]:
         """The library's attention by backend name, each once per buffer set; a backend that refuses is left out."""
         variants = {}
         for name, backend in BACKENDS.items():
+            calls: Variant = [
+                partial(library_attention, q, k, v, scale=None, backends=[backend]) for q, k, v in self.sets
+            ]
             try:
-                library_attention(*self.sets[0], None, [backend])
+                calls[0]()
             except RuntimeError:
                 continue
-            variants[name] = [
-                lambda tensors=tensors, backend=backend: library_attention(*tensors, None, [backend])
-                for tensors in self.sets
-            ]
+            variants[name] = calls
         return variants
 
     def check(self) -> Verdict:
@@ -72,10 +76,10 @@ class AttentionProblem:
         q, k, v = (x[:1] for x in self.sets[0])
         rows = min(CHECKED_ROWS, q.shape[1])
         keep = self.keep_mask[:1, -rows:]
-        wide = [x.double() for x in (q[:, -rows:], k, v)]
-        exact, everything = reference(*wide, keep), torch.ones_like(keep)
+        queries, keys, values = q[:, -rows:].double(), k.double(), v.double()
+        exact = reference(queries, keys, values, keep)
         dense = library_attention(q, k, v, None, [*BACKENDS.values(), SDPBackend.MATH])[:, -rows:]
-        dense_error = relative_error(dense, reference(*wide, everything))
+        dense_error = relative_error(dense, reference(queries, keys, values, torch.ones_like(keep)))
         active = keep.repeat_interleave(q.shape[2] // keep.shape[-1], dim=-1)
         out = self.ours(0)[:1, -rows:]
         return judge(self.operator, self.dtype, out, exact, dense_error, active if self.skipped != "zeros" else None)
@@ -100,7 +104,7 @@ class AttentionProblem:
             return row | {"reason": verdict.reason}
         times = measure({"ours": self.variant()} | self.dense())
         ours = times.pop("ours")
-        backend = min(times, key=times.get)
+        backend = min(times, key=times.__getitem__)
         times_of = {f"{name}_ms": round(time, 5) for name, time in times.items()}
         return row | times_of | {"backend": backend, "dense_ms": round(times[backend], 5), "ours_ms": round(ours, 5),
                                  "speedup": round(times[backend] / ours, 3)}  # fmt: skip

@@ -109,11 +109,12 @@ def _running(*, layout, group_size, weight=None, gate_weight=None, **_) -> torch
 
 
 def _case(operator: str, name: str, **choices) -> Case:
-    op, reference, dense = {
+    operators: dict[str, tuple[Callable, Callable, Callable]] = {
         "gemm_mn": (gemm_mn, gemm_mn_reference, _dense),
         "gate_up": (gate_up, gate_up_reference, _dense_gate_up),
         "gemm_k": (gemm_k, gemm_k_reference, _dense),
-    }[operator]
+    }
+    op, reference, dense = operators[operator]
     open_blocks = operator != "gemm_k" and choices.get("skipped") == "undefined"
     make: Callable = partial(_inputs, operator=operator, **choices)
     return Case(f"{operator}-{name}", make, op, reference, dense, _running if open_blocks else None)

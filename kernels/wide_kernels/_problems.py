@@ -6,6 +6,7 @@ SiLU-multiply kernel (a stronger baseline than two element-wise calls).
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,9 @@ class Problem:
         if self.operator == "gemm_mn":
             return gemm_mn(x, weights[0], layout, group_size=size, skipped=self.skipped or "undefined", plan=plan)
         if self.operator == "gate_up":
-            return gate_up(x, *weights, layout, group_size=size, skipped=self.skipped or "zeros", plan=plan)
+            return gate_up(
+                x, weights[0], weights[1], layout, group_size=size, skipped=self.skipped or "zeros", plan=plan
+            )
         if self.operator == "gemm_k":
             return gemm_k(x, weights[0], layout, group_size=size, skipped="zeros", plan=plan)
         hidden = gate_up(x, weights[0], weights[1], layout, group_size=size, plan=self.plans.get("gate_up"))
@@ -94,7 +97,7 @@ class Problem:
 
     def variant(self, call: Callable[[int], torch.Tensor]) -> Variant:
         """`call` once per buffer set."""
-        return [lambda index=index: call(index) for index in range(len(self.sets))]
+        return [partial(call, index) for index in range(len(self.sets))]
 
     def check(self) -> Verdict:
         """Our output on up to CHECKED_TOKENS tokens spread over the batch against float64, by `_testing`'s rule."""

@@ -50,7 +50,7 @@ class Verdict:
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Fill every buffer from torch.empty, empty_like, empty_strided and new_empty with NaN while the block runs."""
-    originals = {
+    originals: dict[tuple[Any, str], Callable[..., torch.Tensor]] = {
         (torch, "empty"): torch.empty,
         (torch, "empty_like"): torch.empty_like,
         (torch, "empty_strided"): torch.empty_strided,

@@ -4,6 +4,8 @@ Dense is the library's attention over whole rows, then zeros in the inactive one
 causal attention: with padding, a cache length or a window the library would need a mask of Tq x Tk.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -61,7 +63,7 @@ def library_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, back
     """Causal attention of [B, Tq, H, D] queries, the last of the Tk positions, by the first backend that can."""
     num_tokens, num_keys = q.shape[1], k.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    causal = {"is_causal": num_tokens > 1}
+    causal: dict[str, Any] = {"is_causal": num_tokens > 1}
     if 1 < num_tokens < num_keys:
         causal = {"attn_mask": causal_lower_right(num_tokens, num_keys)}
     with sdpa_kernel(backends, set_priority=True):

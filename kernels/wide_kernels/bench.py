@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ._models import MODELS, attention_shapes, ffn_shapes, k_shapes, mn_shapes
 from ._problems import OPERATORS, Problem, exact_keep_mask
 from .dispatch import choose
 from .layout import routing_layout
-from .timing import measure, measure_eager, provenance
+from .timing import Variant, measure, measure_eager, provenance
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SPARSITIES = (0.0, 0.3, 0.5, 0.7)
@@ -41,7 +42,7 @@ def ceilings() -> tuple[float, float]:
     """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = [torch.randn(28672, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    products = [lambda weight=weight: torch.nn.functional.linear(a[:1], weight) for weight in weights]
+    products: Variant = [partial(torch.nn.functional.linear, a[:1], weight) for weight in weights]
     times = measure({"product": [lambda: a @ b] * 4, "read": products})
     return 2 * 8192**3 / times["product"], 2 * weights[0].numel() / times["read"]
 
@@ -58,7 +59,7 @@ def recorded_masks(path: Path) -> dict[str, torch.Tensor]:
         arrays = load_file(path)
     else:
         raise ValueError(f"a mask file is .npz or .safetensors, got {path.name!r}")
-    masks = {}
+    masks: dict[str, torch.Tensor] = {}
     for name, array in arrays.items():
         if array.dim() not in (2, 3):
             raise ValueError(f"mask {name!r} must be [tokens, groups] or [layers, tokens, groups], got {array.shape}")
@@ -171,7 +172,7 @@ def main(argv: list[str]) -> int:
     options = arguments(argv)
     recorded = recorded_masks(options.masks) if options.masks else {}
     limits = ceilings()
-    about = provenance("python -m wide_kernels.bench " + " ".join(argv))
+    about: dict[str, str | float] = dict(provenance("python -m wide_kernels.bench " + " ".join(argv)))
     about |= {"tflops": round(limits[0] / 1e9, 1), "tb_per_s": round(limits[1] / 1e9, 3)}
     rows = []
     for operator in options.ops:

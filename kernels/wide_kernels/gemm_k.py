@@ -64,9 +64,10 @@ def _gemm_k(
         return x.new_empty(x.shape[0], weight.shape[0])
     if route == "dense" or not runs_triton(x):
         return F.linear(x if zeros else masked_blocks(x, keep_mask, group_size), weight, bias)
+    first, second = lists
     if route == "one_token":
-        return launch_k(x, weight, bias, keep_mask, *lists, group_size, config)
-    return _launch(x, weight, bias, *lists, group_size, zeros, config)
+        return launch_k(x, weight, bias, keep_mask, first, second, group_size, config)
+    return _launch(x, weight, bias, first, second, group_size, zeros, config)
 
 
 @_gemm_k.register_fake

@@ -120,9 +120,10 @@ def _gemm_mn(
         return x.new_empty(x.shape[0], weight.shape[0])
     if route == "dense" or not runs_triton(x):
         return _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros)
+    first, second = lists
     if route == "one_token":
-        return launch_mn(x, weight, up_weight, bias, keep_mask, *lists, group_size, config)
-    return _launch(x, weight, up_weight, bias, *lists, group_size, zeros, config)
+        return launch_mn(x, weight, up_weight, bias, keep_mask, first, second, group_size, config)
+    return _launch(x, weight, up_weight, bias, first, second, group_size, zeros, config)
 
 
 @_gemm_mn.register_fake

@@ -76,7 +76,8 @@ def reference_tail(routed: RoutedModel, keep: dict[str, Tensor], ids: Tensor, ma
         positions = (mask.cumsum(1) - 1).clamp(min=0)
     gates = {kind: rows[:, positions % rows.shape[1]].float() for kind, rows in keep.items()}
     with routed.forced(**gates):
-        hidden = routed.hidden_states(input_ids=ids, attention_mask=mask)[:, -TAIL:]
+        known = {} if mask is None else {"attention_mask": mask}
+        hidden = routed.hidden_states(input_ids=ids, **known)[:, -TAIL:]
     return routed.base.get_output_embeddings()(hidden).float()
 
 

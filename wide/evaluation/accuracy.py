@@ -170,12 +170,12 @@ def figure(results: dict, name: str) -> dict:
     }
 
 
-def flat_tasks(report: dict) -> dict[str, float]:
+def flat_tasks(report: dict) -> dict[str, float | None]:
     """Columns of a results row: `task_<name>` and `dense_task_<name>`, means and retention, the scored sparsity.
 
     `accuracy_mean` is over log-likelihood tasks, `generation_mean` over generated ones; perplexities are in neither.
     """
-    row: dict[str, float] = {}
+    row: dict[str, float | None] = {}
     means: dict[str, list[dict]] = {"accuracy": [], "generation": []}
     for name, modes in report["tasks"].items():
         row |= {f"task_{name}": modes["routed"]["value"], f"dense_task_{name}": modes["dense"]["value"]}
