@@ -1,4 +1,4 @@
-"""Two CPU processes do what one does: losses, sparsity and routers within 1e-5 in float32, kills and resumptions too."""
+"""Two CPU processes do what one does: losses, sparsity and routers within 1e-5 in float32, and resumptions."""
 
 import json
 import os

@@ -133,8 +133,7 @@ def _(x, weight, up_weight, bias, keep_mask, lists, group_size, zeros, route, co
 
 def _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros) -> torch.Tensor:
     if up_weight is not None:
-        mask = keep_mask if zeros else None
-        return silu_mul(F.linear(x, weight), F.linear(x, up_weight), mask, group_size)
+        return silu_mul(F.linear(x, weight), F.linear(x, up_weight), keep_mask if zeros else None, group_size)
     out = F.linear(x, weight, bias)
     return mask_blocks_(out, keep_mask, group_size) if zeros else out
 

@@ -69,20 +69,17 @@ def route_token_kernel(
 ):  # fmt: skip
     """Every program adds its columns and multiplies them with the router; the last to finish norms and decides.
 
-    The kernel is a chain of waits on memory, so all that can be is read at its start: the weights that only the last
-    program needs (any may be the last) and, when there is a delta, which is then all that the kernel before wrote,
-    the vectors and the residual too, before waiting for that kernel.
+    A chain of waits on memory, so all that can be is read at its start, what only the last program needs too; with a
+    delta, then all that the kernel before wrote, even before waiting for that kernel.
     """
-    split = tl.program_id(0)
+    split, rank = tl.program_id(0), tl.arange(0, RANK_P)
     column = split * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < width
-    rank = tl.arange(0, RANK_P)
     if not HAS_DELTA:
         wait_and_release(CHAINED)
     x = tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(
-        reduce + rank[:, None] * width + column[None, :], mask=(rank < RANK)[:, None] & inside[None, :], other=0.0
-    )
+    used = (rank < RANK)[:, None] & inside[None, :]
+    w = tl.load(reduce + rank[:, None] * width + column[None, :], mask=used, other=0.0)
     row = bias
     if num_rows > 1:
         row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
@@ -110,8 +107,23 @@ def route_token_kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel") != SPLITS - 1:
         return
     tl.store(counter, 0)
-    # What other programs stored is not read from the first-level cache.
+    _finish_token(
+        residual, norm_weight, out, partial, rank_bias, first_rows, first_bias, decide, row, keep, active, counts,
+        width, eps, num_groups, always, RANK, RANK_P, SPLITS, SPLITS_P, WIDTH_P, ALWAYS_P, NORM, SILU, BLOCK_G,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_token(
+    residual, norm_weight, out, partial, rank_bias, first_rows, first_bias, decide, bias, keep, active, counts,
+    width, eps, num_groups, always, RANK: tl.constexpr, RANK_P: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_P: tl.constexpr, WIDTH_P: tl.constexpr, ALWAYS_P: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The last program's part: norm, decisions, lists. What others stored is not read from the first-level cache."""
     splits = tl.arange(0, SPLITS_P)
+    rank = tl.arange(0, RANK_P)
+    everything = tl.arange(0, WIDTH_P)
     rows = partial + splits * (RANK_P + 1)
     squares = tl.load(rows + RANK_P, mask=splits < SPLITS, other=0.0, cache_modifier=".cg")
     parts = tl.load(rows[:, None] + rank[None, :], mask=(splits < SPLITS)[:, None], other=0.0, cache_modifier=".cg")
@@ -127,7 +139,7 @@ def route_token_kernel(
     scaled = narrow(normed * norm_weight.to(tl.float32), out.dtype.element_ty)
     tl.store(out + everything, scaled, mask=everything < width)
     _list_groups(
-        z, first_rows, first_bias, decide, row, keep, active, counts, num_groups, always,
+        z, first_rows, first_bias, decide, bias, keep, active, counts, num_groups, always,
         RANK, RANK_P, ALWAYS_P, BLOCK_G,
     )  # fmt: skip
 
