@@ -65,7 +65,7 @@ def load(paths: str | Path | list[str] = DEFAULT_ROWS) -> pd.DataFrame:
     return frame if len(frame) else pd.DataFrame(columns=[*(field.name for field in fields(Spec)), *_ALWAYS])
 
 
-_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action", "experiment", "seed")
+_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action", "experiment", "seed", "trained_percent")
 
 
 def _derive(row: dict) -> list[dict]:
