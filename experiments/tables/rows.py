@@ -65,7 +65,18 @@ def load(paths: str | Path | list[str] = DEFAULT_ROWS) -> pd.DataFrame:
     return frame if len(frame) else pd.DataFrame(columns=[*(field.name for field in fields(Spec)), *_ALWAYS])
 
 
-_ALWAYS = ("status", "variant", "changes", "finished", "run", "command", "action", "experiment", "seed", "trained_percent")
+_ALWAYS = (
+    "status",
+    "variant",
+    "changes",
+    "finished",
+    "run",
+    "command",
+    "action",
+    "experiment",
+    "seed",
+    "trained_percent",
+)
 
 
 def _derive(row: dict) -> list[dict]:
