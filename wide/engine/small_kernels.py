@@ -69,8 +69,8 @@ def route_token_kernel(
 ):  # fmt: skip
     """Every program adds its columns and multiplies them with the router; the last to finish norms and decides.
 
-    A chain of waits on memory, so all that can be is read at its start, what only the last program needs too; with a
-    delta, then all that the kernel before wrote, even before waiting for that kernel.
+    A chain of waits on memory, so all that can be is read at its start, also what only the last program needs. A delta
+    is all that the kernel before it wrote; so with one, everything else is read before waiting for that kernel.
     """
     split, rank = tl.program_id(0), tl.arange(0, RANK_P)
     column = split * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -85,8 +85,7 @@ def route_token_kernel(
         row += ((tl.load(length) - 1 - tl.load(start)) % num_rows) * num_groups
     first_rows, first_bias = _decide_rows(decide, row, 0, num_groups, RANK, RANK_P, BLOCK_G)
     rank_bias = tl.load(reduce_bias + rank, mask=rank < RANK, other=0.0)
-    everything = tl.arange(0, WIDTH_P)
-    norm_weight = tl.load(weight + everything, mask=everything < width, other=0.0)
+    norm_weight = tl.load(weight + tl.arange(0, WIDTH_P), mask=tl.arange(0, WIDTH_P) < width, other=0.0)
     if HAS_VECTORS:
         for first in range(0, num_previous, BLOCK_V):
             group = first + tl.arange(0, BLOCK_V)
