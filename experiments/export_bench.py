@@ -27,7 +27,7 @@ from wide.export import Shape, export_static
 from wide.results import append_row, environment_report
 
 TOLERANCE = 1e-5
-"""Largest difference of a log-probability, float32."""
+"""Largest difference of a log-probability, in float64: a model cut hard amplifies the rounding of float32."""
 TOKENS, NEW_TOKENS, REPEATS = 512, 16, 5
 
 
@@ -61,7 +61,7 @@ def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
     config = read_config(checkpoint)
     routed = from_pretrained(checkpoint, device=device)
     routed = routed if routed.model is routed.base else merge(routed)
-    nn.Module.to(routed.base, torch.float32)
+    set_dtype(routed.base, torch.float32)
     shape = export_static(routed, folder)
     exported = AutoModelForCausalLM.from_pretrained(folder).eval()
     nn.Module.to(exported, device)
@@ -71,7 +71,7 @@ def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
     if not difference <= TOLERANCE:
         raise RuntimeError(f"the exported model is {difference:.1e} away from the masked one (limit {TOLERANCE:.0e})")
     stock = load_base(stored_base(checkpoint, config), device)
-    nn.Module.to(stock, torch.float32)
+    set_dtype(stock, torch.float32)
     stock_folder.mkdir()
     save_model(
         stock, str(stock_folder / "model.safetensors")
@@ -92,9 +92,20 @@ def measure(checkpoint: Path, folder: Path, stock_folder: Path) -> dict:
 
 @torch.no_grad()
 def largest_difference(routed: torch.nn.Module, exported: PreTrainedModel, ids: Tensor) -> float:
-    """Between the two models' log-probabilities of every next token."""
+    """Between the two models' log-probabilities of every next token, in float64; both are float32 again after it."""
+    for model in (routed, exported):
+        set_dtype(model, torch.float64)
     logs = [model(input_ids=ids).logits.double().log_softmax(-1) for model in (routed, exported)]
+    for model in (routed, exported):
+        set_dtype(model, torch.float32)
     return float((logs[0] - logs[1]).abs().max())
+
+
+def set_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Tensor by tensor: transformers refuses to cast what came from a GGUF file."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 def describe(shape: Shape) -> dict:
