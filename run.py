@@ -51,9 +51,10 @@ def cli() -> int:
 
 def jobs() -> Counter[str]:
     """The tally of `experiments.job`, or of the sweep's folder where other processes ran the jobs."""
-    here = getattr(sys.modules.get("experiments.job"), "JOBS", Counter())
+    here: Counter[str] = getattr(sys.modules.get("experiments.job"), "JOBS", Counter())
     reports = sys.modules.get("experiments.sweep_report")
-    return here if here or reports is None else reports.tally()
+    elsewhere: Counter[str] = Counter() if reports is None else reports.tally()
+    return here or elsewhere
 
 
 def lost_jobs() -> str | None:
