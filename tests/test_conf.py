@@ -266,7 +266,8 @@ def test_sweep_without_jobs_is_refused_and_others_are_not():
 def test_sweep_presets_choose_a_plugin_or_say_how_to_get_it(name, group, option):
     """In the config of the whole sweep; the job's own config stays that of a single run."""
     overrides = ["+experiment=tiny", f"+sweep={name}"]
-    if importlib.util.find_spec(f"hydra_plugins.hydra_{option.split('_')[0]}_{group}") is None:
+    plugin = f"hydra_plugins.hydra_{option.split('_')[0]}_{group}"
+    if importlib.util.find_spec("hydra_plugins") is None or importlib.util.find_spec(plugin) is None:
         assert f"hydra/{group}={option} is not installed here; pip install -e" in mistake(*overrides)
         return
     node = compose("config", return_hydra_config=True, overrides=overrides)
