@@ -182,6 +182,8 @@ def select(rows: pd.DataFrame, spec: Spec) -> pd.DataFrame:
         wanted = getattr(spec, field.name)
         if wanted is not None:
             keep &= rows[field.name] == wanted
+        if not keep.any():
+            return rows[:0]
     found = rows[keep]
     if found.empty:
         return found
