@@ -17,6 +17,13 @@ OFFLINE = {
 os.environ.update(OFFLINE)
 
 
+@pytest.fixture(autouse=True)
+def no_interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' tests switch Triton's interpreter on when they are collected; everyone else runs the references."""
+    if "kernels" not in request.path.relative_to(ROOT / "tests").parts:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
 class CommandLine:
     """`python run.py ...` in a subprocess whose working directory, and so every output, is the test's own.
 

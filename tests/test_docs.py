@@ -108,7 +108,7 @@ def test_the_page_on_methods(copy):
 
 def test_the_page_on_operators(copy):
     printed = follow(ROOT / "docs" / "operator.md", copy)
-    assert int(re.search(r"(\d+) passed", printed)[1]) == 27  # nine inputs in three dtypes
+    assert int(re.search(r"(\d+) passed", printed)[1]) == 9  # as many as the page has inputs
     assert "failed" not in printed
 
 

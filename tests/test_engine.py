@@ -22,12 +22,6 @@ TOLERANCE = 1e-4
 ROUTERS = ({}, {"compensation": True, "router_norm": True, "router_activation": "silu"})
 
 
-@pytest.fixture(autouse=True)
-def plain_operators(monkeypatch):
-    """Other tests of the same process may have switched Triton's interpreter on."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 def model_of(family: str, **options) -> RoutedModel:
     """A routed model whose compensation vectors, if any, matter."""
     model = routed(family, **options)
