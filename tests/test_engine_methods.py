@@ -8,12 +8,6 @@ from tiny import tokens
 
 from wide.engine import from_routed
 
-
-@pytest.fixture(autouse=True)
-def plain_operators(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 ON_THE_ENGINE = ("dense", "skipgpt", "skipgpt_mlp", "flap", "flap_heads", "wanda_sp", "sleb", "random", "dllm_kept")
 
 

@@ -10,11 +10,6 @@ from wide.engine.sampling import Sampling
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 
 
-@pytest.fixture(autouse=True)
-def plain_operators(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -36,11 +36,6 @@ TINY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def plain_operators(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def hydra_conf():
     register_schemas()
