@@ -156,7 +156,7 @@ def test_five_steps_leave_frozen_weights_bit_identical(tmp_path):
     assert all(not torch.equal(moved[name], started[name]) for name in moved)
 
 
-def test_killed_and_resumed_run_equals_the_straight_one(tmp_path):
+def test_f25_killed_and_resumed_run_equals_the_straight_one(tmp_path):
     stage = {"steps": 9, "batch_size": 4, "micro_batch_size": 2, "save_every": 4, "learning_rate": 0.05}
     straight_config = tiny_run_config(tmp_path / "straight", stage)
     straight = build_module(straight_config)

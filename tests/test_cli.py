@@ -218,7 +218,7 @@ def test_run_that_fails_midway_is_a_failed_row_and_a_failed_tracker_run(cli):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-def test_jobs_started_together_keep_their_own_folder(cli):
+def test_f37_jobs_started_together_keep_their_own_folder(cli):
     """F37, with separate commands."""
     processes = [cli.start(*TINY, f"seed={seed}") for seed in range(2)]
     for process in processes:

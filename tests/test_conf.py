@@ -206,13 +206,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("overrides", "parts"), MISTAKES, ids=[" ".join(case[0]) for case in MISTAKES])
-def test_mistake_is_one_line_naming_key_and_legal_values(overrides, parts):
+def test_f35_mistake_is_one_line_naming_key_and_legal_values(overrides, parts):
     line = mistake(*overrides)
     for part in parts:
         assert part in line
 
 
-def test_wrong_key_inside_an_experiment_file(tmp_path):
+def test_f35_wrong_key_inside_an_experiment_file(tmp_path):
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "own.yaml").write_text("# @package _global_\nexperiment_name: own\nmethod:\n  sparsty: 0.7\n")
@@ -220,7 +220,7 @@ def test_wrong_key_inside_an_experiment_file(tmp_path):
     assert "method.sparsty" in line and "did you mean method.sparsity" in line
 
 
-def test_numbers_written_without_a_point_are_numbers():
+def test_f35_numbers_written_without_a_point_are_numbers():
     """YAML 1.1 reads 1e-4 as text; the schema makes a float of it."""
     config = make("stage.learning_rate=1e-4", "method.tau_end='1e-1'", "method.sparsity='0.5'", "seed='3'")
     assert (config.stage.learning_rate, config.method.tau_end, config.method.sparsity) == (1e-4, 0.1, 0.5)
@@ -235,7 +235,7 @@ def test_a_bug_is_not_explained_away():
         assert explain(caught.value) is None
 
 
-def test_run_folders_of_one_second_differ():
+def test_f37_run_folders_of_one_second_differ():
     """F37: the time stamp alone would be shared by jobs started together."""
     folders = set()
     for _ in range(8):

@@ -92,20 +92,20 @@ def test_begin_and_end_tokens_come_exactly_once(adds_bos: bool, bos: str, eos: s
     assert plain.count(BEGIN) == int(wants_bos) and plain.count(END) == int(eos == "always")
 
 
-def test_an_end_token_inside_a_text_stays() -> None:
+def test_f19_an_end_token_inside_a_text_stays() -> None:
     encoder = Encoder.from_config(DataConfig(), byte_tokenizer())
     ids = encoder.encode(["line<end>line"])[0]
     assert ids.count(END) == 2 and ids[-1] == END
 
 
 @pytest.mark.parametrize("pad", [None, "<end>", "<fill>"])
-def test_padding_choices_do_not_change_ids(tmp_path: Path, pad: str | None) -> None:
+def test_f19_padding_choices_do_not_change_ids(tmp_path: Path, pad: str | None) -> None:
     cfg = files_config(write_texts(tmp_path / "t"))
     tokens = open_blocks(cfg, byte_tokenizer(pad=pad), tmp_path / "c").train[:][0]
     assert (tokens == open_blocks(cfg, byte_tokenizer(), tmp_path / "plain").train[:][0]).all()
 
 
-def test_missing_special_tokens_are_refused_with_what_is_legal(tmp_path: Path) -> None:
+def test_f19_missing_special_tokens_are_refused_with_what_is_legal(tmp_path: Path) -> None:
     cfg = files_config(write_texts(tmp_path / "t"))
     with pytest.raises(ValueError, match=r"data.eos=always, but the tokenizer has no end token; legal here: never"):
         open_blocks(cfg, byte_tokenizer(eos=None), tmp_path)
@@ -117,7 +117,7 @@ def test_missing_special_tokens_are_refused_with_what_is_legal(tmp_path: Path) -
     assert not (unended.train[:][0] == END).any()
 
 
-def test_ids_beyond_the_embedding_table_are_refused_even_from_the_cache(tmp_path: Path) -> None:
+def test_f19_ids_beyond_the_embedding_table_are_refused_even_from_the_cache(tmp_path: Path) -> None:
     cfg, tokenizer = files_config(write_texts(tmp_path / "t")), byte_tokenizer()
     cache = open_blocks(cfg, tokenizer, tmp_path)
     highest = max(int(blocks[:][0].max()) for blocks in (cache.train, cache.eval))

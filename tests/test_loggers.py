@@ -61,7 +61,7 @@ def test_csv_keeps_every_point_under_the_run_folder(tmp_path):
     assert lines == ["calibrate/loss,step", "1.0,0", "2.0,1", "3.0,2"]
 
 
-def test_offline_run_keeps_points_whose_step_goes_back(tmp_path):
+def test_f43_offline_run_keeps_points_whose_step_goes_back(tmp_path):
     """F43: a run that resumes from step 17 after step 25 was logged, then a second stage from step 0."""
     logger = offline(tmp_path / "first")
     steps = [*range(20, 26), *range(17, 26)]

@@ -169,7 +169,7 @@ def test_five_steps_train_what_is_declared_and_leave_the_rest_bit_identical(tmp_
     assert len(module.history) == 5 and module.routed.num_attached_masks() == 4
 
 
-def test_killed_and_resumed_run_equals_the_straight_one_with_dropout(tmp_path):
+def test_f25_killed_and_resumed_run_equals_the_straight_one_with_dropout(tmp_path):
     stage = NO_DROPOUT | {"steps": 7, "batch_size": 4, "micro_batch_size": 2, "save_every": 3, "learning_rate": 0.01}
     stage["lora_dropout"] = 0.1
     straight_config = tiny_run_config(tmp_path / "straight", stage)

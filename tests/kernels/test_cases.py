@@ -28,3 +28,15 @@ def test_operator_is_within_twice_the_dense_calls_own_error(case, dtype):
 def test_every_operator_has_forty_cases_and_every_dtype(operator):
     dtypes = Counter(dtype for case, dtype in CASES if case.op.__name__ == operator)
     assert dtypes.total() >= 40 and len(dtypes) == 3
+
+
+def test_f45_f47_the_cases_hold_what_kernels_are_usually_not_tried_on():
+    """Few rows and rows beside a multiple of sixteen; narrow and odd groups; heads that are no power of two."""
+    names = {case.name for case, _ in CASES}
+    for operator in ("gemm_mn", "gate_up", "gemm_k"):
+        rows = {f"{operator}-{count}_tokens" for count in (0, 1, 2, 15, 16, 17, 31, 33)}
+        sizes = ("groups_of_24", "groups_of_100", "narrow_groups", "last_group_narrower", "odd_everything", "one_group")
+        assert rows | {f"{operator}-{size}" for size in sizes} | {f"{operator}-mask_one_token_active"} <= names
+    for operator in ("attention_prefill", "attention_decode"):
+        heads = {f"{operator}-head_{size}" for size in (48, 80, 96, 128, 192)}
+        assert heads | {f"{operator}-smollm_9_heads", f"{operator}-five_groups"} <= names
