@@ -24,6 +24,9 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
+pytestmark = pytest.mark.xdist_group("distributed")  # both processes are started once, by one worker
+
+
 @pytest.fixture(scope="module")
 def together(tmp_path_factory) -> Path:
     """All cases of the worker, trained by two processes."""
