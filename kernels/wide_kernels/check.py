@@ -1,7 +1,7 @@
 """`python -m wide_kernels.check`: every operator's cases compiled on this machine's GPU; one JSON line last.
 
---jobs N spreads the compilation over N processes; --match TEXT keeps the cases whose name contains it (for
-compute-sanitizer); --large adds offsets past 2^31 elements (about 20 GB of memory).
+--jobs N spreads the compilation over N processes; --match TEXT keeps the cases whose name contains it; --large adds
+offsets past 2^31 elements (about 20 GB of memory). `sanitize` runs some of them under compute-sanitizer.
 """
 
 import argparse

@@ -56,6 +56,11 @@ def rule_for(
     return pick(rules, operator, num_tokens, weight_size, group_size, expected_keep)
 
 
+def card_rules() -> tuple[dict, ...]:
+    """The table of the current card, empty (with a warning) for a card that was not measured."""
+    return _rules(torch.cuda.get_device_name())
+
+
 def pick(
     rules: tuple[dict, ...], operator: str, num_tokens: int, weight_size: int, group_size: int, expected_keep: float
 ) -> Plan:
