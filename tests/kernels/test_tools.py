@@ -8,7 +8,7 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from wide_kernels import sanitize
+from wide_kernels import profile, sanitize
 from wide_kernels._cases import MASKS
 from wide_kernels._tools import cuda_tool, run_tool, tool_version
 from wide_kernels.dispatch import TABLE_FILE
@@ -95,3 +95,92 @@ def test_memchecks_summary_is_read(stand_in, monkeypatch, tmp_path, lines, error
     assert (row["errors"], row["ran"]) == (errors, ran)
     seen = (tmp_path / "seen").read_text()
     assert "--tool memcheck" in seen and "wide_kernels.sanitize --inside --match few" in seen and seen.endswith("\n1\n")
+
+
+# The shape of Nsight Compute's raw page: names, units, a line for each kernel; times in two units, an absent value.
+RAW_PAGE = """\
+==PROF== Connected to process 4711 (python3)
+"ID","Process ID","Kernel Name","Grid Size","gpu__time_duration.sum","gpc__cycles_elapsed.avg.per_second",\
+"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","dram__bytes_read.sum","lts__t_sector_hit_rate.pct",\
+"launch__registers_per_thread","launch__shared_mem_per_block",\
+"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_not_issued_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+"","","","","ns","cycle/second","%","byte","%","register/thread","byte/block","inst","inst","inst","inst","inst"
+"0","4711","_next_problem_kernel","(1, 1, 1)","1,000","1980000000","0","0","0","16","1024","1","0","0","9","0"
+"1","4711","_groups_kernel","(1, 32, 1)","5,120","1,980,000,000","0","131,072","80.5","40","2048","1","0","2","9","3"
+"2","4711","_gemm_mn_kernel","(896, 1, 1)","391,000","1710000000","71.25","234,881,024","61","255","199680","0.5",\
+"2.25","1","9","0.75"
+"3","4711","_next_problem_kernel","(1, 1, 1)","1,000","1980000000","0","0","0","16","1024","1","0","0","9","0"
+"4","4711","nvjet_tst_128x256","(132, 1, 1)","614,000","1500000000","n/a","","70","168","230400","0","n/a","","9",""
+"""
+
+
+def test_ncus_raw_page_becomes_rows_under_their_problems():
+    lists, product, dense = profile.parse(RAW_PAGE, ["gate: ours", "gate: dense"])
+    assert (lists["problem"], product["problem"], dense["problem"]) == ("gate: ours", "gate: ours", "gate: dense")
+    assert lists["kernel"] == "_groups_kernel" and lists["ms"] == 0.00512
+    assert product["ms"] == 0.391 and product["sm_mhz"] == 1710 and product["tensor_pct"] == 71.25
+    assert product["dram_read_mb"] == 234.88102 and product["registers"] == 255 and product["shared_kb"] == 195
+    assert list(product["stalls"].items()) == [("gmma", 2.25), ("barrier", 1.0), ("long_scoreboard", 0.75)]
+    assert dense["tensor_pct"] is None and dense["dram_read_mb"] is None and dense["l2_pct"] is None
+    assert dense["stalls"] == {"wait": 0.0} and dense["l2_hit_pct"] == 70
+    lines = list(profile.table([lists, product, dense]))
+    assert len(lines) == 4 and "gmma 2.25" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "ms"),
+    [("ns", "250,000", 0.25), ("us", "250", 0.25), ("usecond", "250", 0.25), ("ms", "0.25", 0.25)],
+)
+def test_counters_come_in_several_units(unit, text, ms):
+    lines = ('"ID","Kernel Name","gpu__time_duration.sum"', f'"","","{unit}"', f'"1","kernel","{text}"')
+    assert profile.parse("\n".join(lines), [])[0]["ms"] == ms
+
+
+def test_pages_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="no table"):
+        profile.parse("==ERROR== Failed to find metric", ["gate: ours"])
+    with pytest.raises(ValueError, match="more problems"):
+        profile.parse(RAW_PAGE, ["gate: ours"])
+
+
+def test_ncu_is_asked_for_the_counters_it_knows(stand_in, tmp_path):
+    answer = (
+        "Device NVIDIA H200 (GH100)\\ngpu__time_duration    Counter  ns  time\\nlts__t_sector_hit_rate  Ratio  %  hits"
+    )
+    tool = stand_in("ncu", f"printf '{answer}\\n'")
+    assert profile.known_counters(str(tool)) == ["gpu__time_duration.sum", "lts__t_sector_hit_rate.pct"]
+    command = profile.ncu_command(str(tool), tmp_path / "log", ["--match", "gate"])
+    assert command[command.index("--metrics") + 1] == "gpu__time_duration.sum,lts__t_sector_hit_rate.pct"
+    assert command[command.index("--clock-control") + 1] == "none" and command[-2:] == ["--match", "gate"]
+    assert "--metrics" not in profile.ncu_command(str(stand_in("old", "exit 1")), tmp_path / "log", [])
+
+
+def test_profile_writes_rows_and_says_which_problem_has_none(stand_in, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.csv"
+    page.write_text(RAW_PAGE)
+    find = 'while [ "$1" != --log-file ]; do shift; done'
+    stand_in(
+        "ncu",
+        f"""
+        case "$1" in
+        --version) echo 'Version 2025.3.1.0' ;;
+        --query-metrics) echo 'gpu__time_duration Counter' ;;
+        *) echo 'problem: gate: ours'; echo 'problem: gate: dense'; cat $EXTRA; {find}; cp {page} "$2" ;;
+        esac""",
+    )
+    monkeypatch.setattr(profile, "provenance", lambda command: {"card": "none", "command": command})
+    monkeypatch.setenv("EXTRA", "/dev/null")
+    assert profile.main(["--match", "gate", "--out", str(tmp_path / "out.json")]) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [row["kernel"] for row in written["rows"]] == ["_groups_kernel", "_gemm_mn_kernel", "nvjet_tst_128x256"]
+    assert written["about"]["ncu"] == "2025.3.1.0" and written["about"]["missing"] == []
+    (tmp_path / "more").write_text("problem: down: ours\n")
+    monkeypatch.setenv("EXTRA", str(tmp_path / "more"))
+    assert profile.main(["--match", "gate"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["missing"] == ["down: ours"]
+    with pytest.raises(SystemExit):
+        profile.main(["--match", "no_such"])
