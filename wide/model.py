@@ -10,7 +10,6 @@ that evict keys and values, hang further hooks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,21 +17,14 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from wide import eviction, families
+from wide import eviction, families, hooks
 from wide.families import Geometry, Layout
+from wide.hooks import LayerState, Pass
 from wide.methods.provider import GateProvider
 from wide.routing import KINDS, Cost, RoutingStats
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-
-@dataclass
-class _Pass:
-    """State of the forward in progress: which tokens are real, and the gates seen so far by (kind, layer)."""
-
-    valid: Tensor | None = None
-    gates: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
 class RoutedModel(nn.Module):
@@ -45,10 +37,9 @@ class RoutedModel(nn.Module):
         super().__init__()
         self.model, self.gates, self.layout = model, gates, layout
         self.geometry: Geometry = gates.geometry
-        self._pass = _Pass()
+        self.shared = Pass()
+        self.layers: list[LayerState] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._routing = True
-        self._forced: dict[str, Tensor] | None = None
         self._box: list[RoutingStats] | None = None
         self.attach_masks()
 
@@ -81,39 +72,19 @@ class RoutedModel(nn.Module):
         decoder = families.get_path(self.base, self.layout.decoder)
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(decoder.register_forward_hook(self._end))
-        for index, layer in enumerate(self.decoder_layers()):
-            for kind, norm, out in (
-                ("attention", self.layout.attn_norm, self.layout.o_proj),
-                ("ffn", self.layout.ffn_norm, self.layout.down_proj),
-            ):
-                out_module = families.get_path(layer, out)
-                self._handles += [
-                    self._attach_decision(layer, norm, out_module, index, kind),
-                    out_module.register_forward_pre_hook(self._mask(index, kind)),
-                    out_module.register_forward_hook(self._compensate(index, kind)),
-                ]
-
         if self.gates.kv == "evicted":
             eviction.check_attention(self.base.config._attn_implementation)
-            for index, layer in enumerate(self.decoder_layers()):
-                attention = families.get_path(layer, self.layout.o_proj.rpartition(".")[0])
-                self._handles.append(attention.register_forward_pre_hook(self._evict(index), with_kwargs=True))
-
-    def _attach_decision(self, layer: nn.Module, norm: str, out: nn.Module, index: int, kind: str):
-        """Hang the decision where what it reads is known: before the norm, inside the FFN, or before the projection."""
-        decide = self._decide(index, kind)
-        reads = self.gates.reads[kind]
-        if reads == "residual":
-            return families.get_path(layer, norm).register_forward_pre_hook(lambda module, args: decide(args[0]))
-        if reads == "product":
-            return out.register_forward_pre_hook(lambda module, args: decide(args[0]))
         activation = ACT2FN[self.base.config.hidden_act]
-        gate_proj = families.get_path(layer, self.layout.gate_proj)
-        return gate_proj.register_forward_hook(lambda module, args, output: decide(activation(output)))
+        self.layers = []
+        for index, layer in enumerate(self.decoder_layers()):
+            self.layers.append(LayerState(self.shared, index, self.gates, index, activation))
+            self._handles += hooks.hang(layer, self.layout, self.layers[-1])
 
     def detach_masks(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for layer in self.decoder_layers():
+            hooks.release(layer)
         self._handles = []
 
     def num_attached_masks(self) -> int:
@@ -129,20 +100,20 @@ class RoutedModel(nn.Module):
     @contextmanager
     def dense(self) -> Iterator[None]:
         """Every group runs and no compensation is added: the stock model."""
-        previous, self._routing = self._routing, False
+        previous, self.shared.routing = self.shared.routing, False
         try:
             yield
         finally:
-            self._routing = previous
+            self.shared.routing = previous
 
     @contextmanager
     def forced(self, attention: Tensor, ffn: Tensor) -> Iterator[None]:
         """Gates given from outside, [L, B, T, G] each; T is matched from the right for cached decoding."""
-        self._forced = {"attention": attention, "ffn": ffn}
+        self.shared.forced = {"attention": attention, "ffn": ffn}
         try:
             yield
         finally:
-            self._forced = None
+            self.shared.forced = None
 
     @contextmanager
     def collect(self) -> Iterator[list[RoutingStats]]:
@@ -156,30 +127,25 @@ class RoutedModel(nn.Module):
 
     def last_gates(self, kind: str) -> Tensor:
         """Gates of the last forward, [L, B, T, G] float32."""
-        assert self._pass.gates, "no routed forward has run"
-        return torch.stack([self._pass.gates[kind, layer] for layer in range(self.geometry.num_layers)])
+        assert self.layers[-1].keep, "no routed forward has run"
+        return torch.stack([layer.keep[kind] for layer in self.layers])
 
     def last_stats(self, counted: Tensor | None = None) -> RoutingStats:
         """Statistics of the last forward over its valid tokens, with gradient; read it before backward.
 
         `counted` [B] bool leaves out whole rows (fillers that make ranks equally long).
         """
-        assert self._pass.gates, "no routed forward has run"
-        valid = self._pass.valid
+        assert self.layers[-1].keep, "no routed forward has run"
+        valid, first = self.shared.valid, self.layers[0].keep["attention"]
         if counted is not None:
-            shape = self._pass.gates["attention", 0].shape[:2]
-            rows = counted.to(self._pass.gates["attention", 0].device)[:, None].expand(shape)
+            rows = counted.to(first.device)[:, None].expand(first.shape[:2])
             valid = rows if valid is None else valid & rows
         kept = {}
         for kind in KINDS:
-            per_layer = []
-            for layer in range(self.geometry.num_layers):
-                keep = self._pass.gates[kind, layer]
-                if valid is not None:
-                    keep = torch.where(valid[..., None], keep, 0.0)
-                per_layer.append(keep.sum((0, 1)))
-            kept[kind] = torch.stack(per_layer)
-        first = self._pass.gates["attention", 0]
+            gates = [layer.keep[kind] for layer in self.layers]
+            if valid is not None:
+                gates = [torch.where(valid[..., None], keep, 0.0) for keep in gates]
+            kept[kind] = torch.stack([keep.sum((0, 1)) for keep in gates])
         count = first.shape[0] * first.shape[1] if valid is None else valid.sum()
         return RoutingStats(kept, torch.as_tensor(count, device=first.device))
 
@@ -204,9 +170,11 @@ class RoutedModel(nn.Module):
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
         length = tokens.shape[1]
         attention_mask = kwargs.get("attention_mask")
-        self._pass = _Pass()
+        self.shared.valid = None
+        for layer in self.layers:
+            layer.keep.clear()
         if attention_mask is not None and attention_mask.dim() == 2:
-            self._pass.valid = attention_mask[:, -length:].bool()
+            self.shared.valid = attention_mask[:, -length:].bool()
             if kwargs.get("position_ids") is None:
                 positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
                 kwargs["position_ids"] = positions[:, -length:]
@@ -215,65 +183,17 @@ class RoutedModel(nn.Module):
             cache = eviction.cache_in(kwargs)
             past = 0 if cache is None else cache.get_seq_length()
             positions = torch.arange(length, device=tokens.device)[None] + past
-        self.gates.step.positions, self.gates.step.valid = positions, self._pass.valid
+        self.gates.step.positions, self.gates.step.valid = positions, self.shared.valid
+        if self.shared.before is not None:
+            self.shared.before()
         return args, kwargs
 
     def _end(self, module: nn.Module, args: tuple, output: object) -> None:
-        if self._box is None or not self._routing:
+        if self.shared.after is not None and self.shared.routing:
+            self.shared.after()
+        if self._box is None or not self.shared.routing:
             return
         stats = self.last_stats()
         kept = {kind: counts.detach().double() for kind, counts in stats.kept.items()}
         stats = RoutingStats(kept, stats.num_tokens.double())
         self._box[:] = [self._box[0] + stats] if self._box else [stats]
-
-    def _decide(self, layer: int, kind: str):
-        def decide(hidden: Tensor) -> None:
-            if not self._routing:
-                return
-            valid = self._pass.valid
-            if self._forced is not None:
-                keep = self._forced[kind][layer][:, -hidden.shape[1] :].float()
-            else:
-                if valid is not None:  # padding may hold NaN, and 0 * NaN would reach the router's gradient
-                    hidden = torch.where(valid[..., None], hidden, 0.0)
-                keep = self.gates.gate(layer, kind, hidden)
-            self._pass.gates[kind, layer] = keep
-
-        return decide
-
-    def _mask(self, layer: int, kind: str):
-        width = self.gates.group_width(kind)
-
-        def hook(module: nn.Module, args: tuple) -> tuple | None:
-            if not self._routing:
-                return None
-            keep = self._pass.gates[kind, layer]  # [B, T, G]
-            blocks = args[0].unflatten(-1, (keep.shape[-1], width))  # [B, T, G, width]
-            blocks = blocks * self.gates.factors(layer, kind, keep).to(blocks.dtype)[..., None]
-            substitute = self.gates.substitute(layer, kind)
-            if substitute is not None:
-                values = substitute.to(blocks.dtype).unflatten(-1, (keep.shape[-1], width))
-                blocks = blocks + (1 - keep).to(blocks.dtype)[..., None] * values
-            return (blocks.flatten(-2), *args[1:])
-
-        return hook
-
-    def _evict(self, layer: int):
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if not self._routing:
-                return None
-            kept = self._pass.gates["attention", layer].amax(-1) > 0  # [B, T]
-            kwargs["attention_mask"] = eviction.without_evicted(kwargs["attention_mask"], kept, kwargs, layer)
-            return args, kwargs
-
-        return hook
-
-    def _compensate(self, layer: int, kind: str):
-        def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-            vectors = self.gates.compensation(layer, kind)
-            if not self._routing or vectors is None:
-                return None
-            share = self.gates.stands_in(self._pass.gates[kind, layer])  # [B, T, G]
-            return output + (share.to(output.dtype) @ vectors.to(output.dtype))
-
-        return hook

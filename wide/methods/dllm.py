@@ -76,7 +76,9 @@ class DLLMProvider(GateProvider):
     """`routers[kind][layer]`, kind "ffn" with unit=sublayer only; buffer `thresholds` [L, 2] moves with `capacity`."""
 
     thresholds: Tensor
+    never_skipped: Tensor
     supports_dial = True
+    remembers = ("shared", "decisions")
 
     def __init__(self, config: Config, geometry: Geometry, seed: int):
         super().__init__(geometry)
@@ -92,6 +94,8 @@ class DLLMProvider(GateProvider):
             self.routers[kind] = nn.ModuleList(routers)
         reset_parameters(cast(nn.ModuleDict, self.routers), config, torch.Generator().manual_seed(seed))
         self.register_buffer("thresholds", torch.zeros(geometry.num_layers, 2))
+        never_skipped = torch.arange(geometry.num_layers) < config.dense_layers
+        self.register_buffer("never_skipped", never_skipped, persistent=False)
         self.shared: dict[int, Tensor] = {}
         self.decisions: dict[tuple[str, int], Tensor] = {}
 
@@ -107,9 +111,7 @@ class DLLMProvider(GateProvider):
             execute, skip = self.routers[kind][layer](hidden.float()).split(1, dim=-1)
         logits = execute - skip - self.thresholds[layer, KINDS.index(kind)]
         always = (self.step.known_positions < self.config.dense_tokens)[..., None]
-        if layer < self.config.dense_layers:
-            always = torch.ones_like(always)
-        self.shared[layer] = torch.where(always, ALWAYS, logits)
+        self.shared[layer] = torch.where(always | self.never_skipped[layer], ALWAYS, logits)
         return self.shared[layer]
 
     def gate(self, layer: int, kind: str, hidden: Tensor) -> Tensor:
@@ -134,9 +136,9 @@ class DLLMProvider(GateProvider):
         count = (valid.sum(1, keepdim=True) * self.config.sparsity).round().long()
         cut = ordered.gather(1, count.clamp(max=ordered.shape[1] - 1))[..., None]  # the lowest that stays
         movable = cut < ALWAYS / 2
-        if movable.any():
-            threshold = self.thresholds[layer, column]
-            self.thresholds[layer, column] += torch.where(threshold == 0, 1.0, 0.1) * cut[movable].mean()
+        mean = torch.where(movable, cut, 0.0).sum() / movable.sum().clamp(min=1)  # no wait for the device
+        rate = torch.where(self.thresholds[layer, column] == 0, 1.0, 0.1)
+        self.thresholds[layer, column] += rate * mean
         return hard_gate(logits - torch.where(movable, cut, 0.0), torch.zeros_like(logits), self.step.tau)
 
     def penalty(self, targets: dict[str, float], step: int, num_steps: int) -> Tensor:

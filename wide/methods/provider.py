@@ -55,6 +55,8 @@ class GateProvider(nn.Module):
     """Training blocks that `prepare` reads before anything is trained; 0: the method needs none."""
     evaluations: tuple[str, ...] = ()
     """Further ways of deciding, beside the deployed one, on which the run reports (see `evaluated`)."""
+    remembers: tuple[str, ...] = ()
+    """Names of dictionaries that `gate` fills during a forward, with keys `layer` or `(kind, layer)`."""
     dial: Tensor
     """[L, 2] buffer: bias on the logits of each layer and kind."""
     channel_order: Tensor | None

@@ -104,6 +104,7 @@ class SkipGPTProvider(GateProvider):
     """`routers[kind][layer]`."""
 
     supports_dial = True
+    remembers = ("spread",)
     evaluations = ("argmax", "sampled")
 
     def __init__(self, config: Config, geometry: Geometry, seed: int):

@@ -98,6 +98,7 @@ class WideProvider(GateProvider):
     """`routers[kind][layer]`, and `vectors[kind][layer]` [G, D] when compensation is on."""
 
     supports_dial = True
+    remembers = ("spread",)
 
     def __init__(self, config: Config, geometry: Geometry, seed: int):
         super().__init__(geometry, config.attn_group_size, config.ffn_group_size)

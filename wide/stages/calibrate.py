@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from wide import families
+from wide.compiled import CompiledLayers
 from wide.loss import check_finite, next_token_labels, token_losses
 from wide.model import RoutedModel
 from wide.options import MethodConfig, StageConfig
@@ -58,7 +59,7 @@ class Calibrate(L.LightningModule):
         if stage.activation_checkpointing:
             families.enable_activation_checkpointing(routed.base)
         self.compiled = compiled
-        self._forward = torch.compile(routed.hidden_states, dynamic=False) if compiled else routed.hidden_states
+        self._layers: CompiledLayers | None = None
         self._attention_weight = routed.cost(length=1).attention_weight
         self.history: list[dict[str, Tensor]] = []
 
@@ -97,8 +98,13 @@ class Calibrate(L.LightningModule):
             for layer in self.routed.decoder_layers():
                 layer.training = True  # stock layers checkpoint only in training mode; their children stay in eval
 
+        if self.compiled:
+            self._layers = CompiledLayers(self.routed)
+
     def on_train_end(self) -> None:
         self.routed.gates.step.noise = None
+        if self._layers is not None:
+            self._layers.remove()
 
     def on_before_batch_transfer(self, batch: dict, dataloader_idx: int) -> dict:
         if isinstance(batch.get("sample_positions"), Tensor):  # kept on the host: it seeds generators
@@ -144,7 +150,7 @@ class Calibrate(L.LightningModule):
         separation = self.routed.gates.separation() if method.separation_weight > 0 else None
         if method.distill_weight > 0:
             with torch.no_grad(), self.routed.dense():
-                teacher = self._forward(**_model_inputs(micro))
+                teacher = self.routed.hidden_states(**_model_inputs(micro))
         head = self.routed.base.get_output_embeddings()
         cross_entropy, divergence = token_losses(hidden, head, micro["shifted_labels"], teacher, self.compiled)
         language = ((1 - method.distill_weight) * cross_entropy + method.distill_weight * divergence) / num_labels
@@ -187,7 +193,7 @@ class Calibrate(L.LightningModule):
         gates.step.noise = dict(zip(KINDS, noise.split(sizes, dim=-1), strict=True))  # [L, B, T, G] each
         tau = temperature(step, self.stage.steps, self.method.tau_start, self.method.tau_end)
         gates.step.tau = torch.full((), tau, device=self.device)  # a number would be compiled in, anew at every step
-        return self._forward(**_model_inputs(micro))
+        return self.routed.hidden_states(**_model_inputs(micro))
 
     def _rates_of_other_micro_batches(self, micro_batches: list[dict], step: int) -> list[RoutingStats | None]:
         """For a budget over the whole step: counts of all other micro-batches of all ranks, for each micro-batch.
