@@ -26,8 +26,8 @@ from wide import methods
 from wide.config import build, register_schemas
 from wide.results import read_rows
 
-START, STEP = 60.0, 0.15
-"""Seconds a job takes beside training, and those of a step of 32 x 512 tokens (H200) times the jobs on the card."""
+START, STEP = 100.0, 0.06
+"""Seconds a job takes beside training, and those of a compiled step of 32 x 512 tokens (H200) times the card's jobs."""
 MEASURED = ("tasks", "other_text", "at_mean", "at_cost")
 """Options of `eval` that a row must agree in to count as the job's."""
 GRACE = 20.0
