@@ -12,7 +12,7 @@ from .attention_decode import attention_decode
 from .attention_dense import library_attention
 from .attention_prefill import attention_prefill
 from .gqa import reference
-from .timing import Variant, measure, num_buffer_sets
+from .timing import Variant, measure_at, num_buffer_sets
 
 OPERATORS = ("attention_prefill", "attention_decode")
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -94,17 +94,17 @@ class AttentionProblem:
         moved = (2 * batch * queries * heads * self.keep_ratio + 2 * batch * keys * kv_heads * read) * size
         return max(flops / flops_per_ms, moved * self.dtype.itemsize / bytes_per_ms)
 
-    def row(self, limits: tuple[float, float]) -> dict:
-        """Check, then time."""
+    def row(self, limits: tuple[float, float], clocks: str) -> dict:
+        """Check, then time at `clocks` of `timing`."""
         verdict = self.check()
         row = {"operator": self.operator, "sparsity": round(1 - self.keep_ratio, 4), "correct": verdict.ok,
                "error_over_dense": round(verdict.error / max(verdict.dense_error, 1e-9), 3), "skipped": self.skipped,
                "limit_ms": round(self.roofline_ms(*limits), 5)}  # fmt: skip
         if not verdict.ok:
             return row | {"reason": verdict.reason}
-        times = measure({"ours": self.variant()} | self.dense())
+        times, clock = measure_at(clocks, {"ours": self.variant()} | self.dense())
         ours = times.pop("ours")
         backend = min(times, key=times.__getitem__)
         times_of = {f"{name}_ms": round(time, 5) for name, time in times.items()}
-        return row | times_of | {"backend": backend, "dense_ms": round(times[backend], 5), "ours_ms": round(ours, 5),
-                                 "speedup": round(times[backend] / ours, 3)}  # fmt: skip
+        row |= times_of | {"backend": backend, "dense_ms": round(times[backend], 5), "ours_ms": round(ours, 5)}
+        return row | {"speedup": round(times[backend] / ours, 3), "clocks": clocks, "sm_mhz": clock}

@@ -6,6 +6,8 @@ speed. Beside each: the roofline of the kept work from this card's measured matr
 library backend. Random masks hold exactly the asked share; or recorded ones: --masks FILE.npz or FILE.safetensors
 with boolean [tokens, groups] or [layers, tokens, groups] arrays; each with a fitting number of groups makes a row.
 --sweep is every model, token count, group width and sparsity (hours); without it the shapes of --models and so on.
+--clocks sustained times on a busy card, at the clock that its power limit allows a long run, and takes the limits
+there too; each row holds the clock.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from ._models import MODELS, attention_shapes, ffn_shapes, k_shapes, mn_shapes
 from ._problems import OPERATORS, Problem, exact_keep_mask
 from .dispatch import choose
 from .layout import routing_layout
-from .timing import Variant, measure, measure_eager, provenance
+from .timing import CLOCKS, Variant, measure_at, measure_eager, provenance
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SPARSITIES = (0.0, 0.3, 0.5, 0.7)
@@ -35,7 +37,7 @@ def shapes_of(operator: str) -> list[dict]:
     return {"gemm_mn": mn_shapes, "gemm_k": k_shapes, "gate_up": ffn_shapes, "ffn": ffn_shapes}[operator]()
 
 
-def ceilings() -> tuple[float, float]:
+def ceilings(clocks: str) -> tuple[float, float]:
     """Measured FLOP and bytes per millisecond of this card: an 8192-cube bf16 product and a cold one-row product.
 
     The one-row product reads its weight and writes next to nothing, as one token does; a copy is slower.
@@ -43,7 +45,7 @@ def ceilings() -> tuple[float, float]:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = [torch.randn(28672, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     products: Variant = [partial(torch.nn.functional.linear, a[:1], weight) for weight in weights]
-    times = measure({"product": [lambda: a @ b] * 4, "read": products})
+    times = measure_at(clocks, {"product": [lambda: a @ b] * 4})[0] | measure_at(clocks, {"read": products})[0]
     return 2 * 8192**3 / times["product"], 2 * weights[0].numel() / times["read"]
 
 
@@ -78,7 +80,7 @@ def masks(
     return {name: mask.repeat(-(-num_tokens // len(mask)), 1)[:num_tokens].cuda() for name, mask in fitting.items()}
 
 
-def bench_row(case: Problem, limits: tuple[float, float], baselines: bool) -> dict:
+def bench_row(case: Problem, limits: tuple[float, float], baselines: bool, clocks: str) -> dict:
     """Check, then time, one problem."""
     verdict = case.check()
     layout = routing_layout(case.keep_mask, case.keep_ratio)
@@ -96,8 +98,9 @@ def bench_row(case: Problem, limits: tuple[float, float], baselines: bool) -> di
     }  # fmt: skip
     if not verdict.ok:
         return row | {"reason": verdict.reason}
-    times = measure({"dense": case.variant(case.dense), "ours": case.variant(case.ours)})
+    times, clock = measure_at(clocks, {"dense": case.variant(case.dense), "ours": case.variant(case.ours)})
     row |= {"dense_ms": round(times["dense"], 5), "ours_ms": round(times["ours"], 5)}
+    row |= {"clocks": clocks, "sm_mhz": clock}
     row["speedup"] = round(times["dense"] / times["ours"], 3)
     if baselines:
         row["naive_ms"] = round(measure_eager(case.naive), 5)
@@ -119,7 +122,8 @@ def print_row(row: dict) -> None:
     way = row.get("backend", row.get("route"))
     extra = "".join(f" {key[:-3]} {row[key]:.4f}" for key in ("naive_ms", "grouped_mm_ms") if row.get(key))
     print(f"{head} {row['mask']:8} {way:16} dense {row['dense_ms']:.4f} ours {row['ours_ms']:.4f} "
-          f"limit {row['limit_ms']:.4f} ms  x{row['speedup']:.3f}{extra}", flush=True)  # fmt: skip
+          f"limit {row['limit_ms']:.4f} ms  x{row['speedup']:.3f} at {row['sm_mhz'] or '-'} MHz{extra}",
+          flush=True)  # fmt: skip
 
 
 def linear_rows(operator: str, options, limits: tuple[float, float], recorded: dict) -> Iterator[dict]:
@@ -131,7 +135,7 @@ def linear_rows(operator: str, options, limits: tuple[float, float], recorded: d
         for tokens, sparsity in product(options.tokens, (0.0,) if recorded else options.sparsity):
             for name, mask in masks(tokens, pruned // shape["G"], sparsity, recorded).items():
                 case = Problem(operator, shape["N"], shape["K"], shape["G"], mask, skipped=options.skipped)
-                yield shape | {"mask": name} | bench_row(case, limits, options.baselines)
+                yield shape | {"mask": name} | bench_row(case, limits, options.baselines, options.clocks)
 
 
 def attention_rows(operator: str, options, limits: tuple[float, float], recorded: dict) -> Iterator[dict]:
@@ -144,7 +148,7 @@ def attention_rows(operator: str, options, limits: tuple[float, float], recorded
             for name, mask in masks(rows, shape["K"], sparsity, recorded).items():
                 mask = mask.view(shape["batch"], shape["queries"], shape["K"])
                 case = AttentionProblem(operator, shape, mask, options.skipped or "zeros")
-                yield shape | {"mask": name} | case.row(limits)
+                yield shape | {"mask": name} | case.row(limits, options.clocks)
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -159,6 +163,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="all models, 1..16k tokens, 0/30/50/70%%, all widths")
     parser.add_argument("--masks", type=Path, default=None)
     parser.add_argument("--baselines", action="store_true")
+    parser.add_argument("--clocks", choices=CLOCKS, default="short", help="of a short or of a long run")
     parser.add_argument("--skipped", choices=("zeros", "undefined"), default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(argv)
@@ -171,9 +176,10 @@ def main(argv: list[str]) -> int:
     """Measure, print, and write every row; exit status 1 when a check was red."""
     options = arguments(argv)
     recorded = recorded_masks(options.masks) if options.masks else {}
-    limits = ceilings()
+    limits = ceilings(options.clocks)
     about: dict[str, str | float] = dict(provenance("python -m wide_kernels.bench " + " ".join(argv)))
-    about |= {"tflops": round(limits[0] / 1e9, 1), "tb_per_s": round(limits[1] / 1e9, 3)}
+    about |= {"tflops": round(limits[0] / 1e9, 1), "tb_per_s": round(limits[1] / 1e9, 3),
+              "clocks": options.clocks}  # fmt: skip
     rows = []
     for operator in options.ops:
         make = attention_rows if operator in _attention_problems.OPERATORS else linear_rows
