@@ -118,6 +118,10 @@ def prefill_cases() -> list[Case]:
         case("dense_strided", route="dense", batch=2, strided=True, heads="head_128"),
         case("all_expected", expected_keep=1.0, mask="all"),
         case("undefined", skipped="undefined"),
+        case("undefined_batch", batch=3, queries=18, heads="smollm_9_heads", skipped="undefined", mask="one_each"),
+        case("spare_columns", batch=2, queries=37, heads="smollm_9_heads", spare=24),
+        case("spare_columns_chunk", batch=2, queries=9, keys=80, length=[80, 41], spare=3),
+        case("spare_columns_dense", batch=2, route="dense", spare=64),
     ]
 
 

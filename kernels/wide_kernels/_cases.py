@@ -13,9 +13,10 @@ from ._testing import Case, Inputs, random_keep_mask
 from .dispatch import Plan
 from .gemm_k import gemm_k
 from .gemm_k import reference as gemm_k_reference
-from .gemm_mn import channel_mask, gate_up, gate_up_reference, gemm_mn
+from .gemm_mn import gate_up, gate_up_reference, gemm_mn
 from .gemm_mn import reference as gemm_mn_reference
 from .layout import routing_layout
+from .masking import channel_mask
 
 SKIP_MN = Plan("skip", (32, 32, 32, 2, 4, 2))
 SKIP_K = Plan("skip", (32, 32, 32, 4, 16, 4, 2))
@@ -68,7 +69,7 @@ def _matrix(generator, rows: int, cols: int, device, dtype, strided: bool = Fals
 
 def _inputs(
     generator, device, dtype, *, operator: str, size, tokens=None, mask="random", strided=False, transposed=False,
-    bias=False, skipped=None, plan=None,
+    bias=False, skipped=None, vectors=False, spare=0, plan=None,
 ) -> Inputs:  # fmt: skip
     num_tokens, free, num_groups, group_size, pruned = size
     num_tokens = num_tokens if tokens is None else tokens
@@ -89,14 +90,21 @@ def _inputs(
         inputs |= {"weight": weights[0], "bias": _matrix(generator, 1, num_outputs, device, dtype)[0] if bias else None}
     if skipped is not None:
         inputs["skipped"] = skipped
+    if vectors:
+        inputs["vectors"] = _matrix(generator, num_groups, num_outputs, device, dtype) * num_outputs**0.5
+    if spare:
+        inputs["spare"] = spare
     if operator == "gemm_k":
         hole = ~channel_mask(keep_mask, num_inputs, group_size)
         inputs["x"] = x.masked_fill(hole, 0.0 if skipped == "zeros" else float("nan"))
     return inputs
 
 
-def _dense(*, x, weight, bias=None, **_) -> torch.Tensor:
-    return F.linear(x.nan_to_num(), weight, bias)
+def _dense(*, x, weight, bias=None, vectors=None, **_) -> torch.Tensor:
+    x = x.nan_to_num()
+    if vectors is not None:  # as further input channels, all of them on
+        x, weight = torch.cat([x, x.new_ones(len(x), len(vectors))], 1), torch.cat([weight, vectors.T], 1)
+    return F.linear(x, weight, bias)
 
 
 def _dense_gate_up(*, x, gate_weight, up_weight, **_) -> torch.Tensor:
@@ -146,17 +154,33 @@ def _family(operator: str, plan: Plan) -> list[Case]:
 
 def mn_cases() -> list[Case]:
     """Cases of gemm_mn and gate_up."""
-    return _family("gemm_mn", SKIP_MN) + _family("gate_up", SKIP_MN)
+    spare = [
+        _case(
+            "gate_up", f"spare_columns_{plan.route}", size=SIZES["odd_everything"], tokens=tokens, spare=13, plan=plan
+        )
+        for plan, tokens in ((SKIP_MN, 17), (DENSE, 17), (ONE_TOKEN, 5), (SKIP_MN, 0))
+    ]
+    return _family("gemm_mn", SKIP_MN) + _family("gate_up", SKIP_MN) + spare
 
 
 def k_cases() -> list[Case]:
-    """Cases of gemm_k, with every set size and both kinds of partial sums."""
+    """Cases of gemm_k, with every set size, both kinds of partial sums, and vectors for what is skipped."""
     plans = {(n, bits): Plan("skip", (32, 32, 32, n, bits, 4, 2)) for n in range(1, 9) for bits in (16, 32)}
     sets = [
         _case("gemm_k", f"sets_of_{n}_{bits}_bit", size=SIZES["seven_sets"], tokens=70 - n, plan=plan, bias=n % 2 == 0)
         for (n, bits), plan in plans.items()
     ]
-    return _family("gemm_k", SKIP_K) + sets
+    owed = [
+        _case("gemm_k", f"vectors_{name}_{plan.route}_{tokens}", size=SIZES[name], tokens=tokens, plan=plan,
+              vectors=True, bias=plan is SKIP_K)
+        for name in ("seven_sets", "last_group_narrower", "smollm_9_heads", "one_group")
+        for plan, tokens in ((SKIP_K, 37), (DENSE, 37), (ONE_TOKEN, 1), (ONE_TOKEN, 6))
+    ]  # fmt: skip
+    owed += [
+        _case("gemm_k", f"vectors_mask_{kind}", size=SIZES["even"], mask=kind, plan=SKIP_K, vectors=True)
+        for kind in MASKS
+    ]
+    return _family("gemm_k", SKIP_K) + sets + owed
 
 
 def one_token_cases() -> list[Case]:

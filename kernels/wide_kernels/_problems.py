@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from ._testing import Verdict, judge, relative_error
 from .dispatch import Plan
 from .gemm_k import gemm_k
-from .gemm_mn import channel_mask, gate_up, gemm_mn
+from .gemm_mn import gate_up, gemm_mn
 from .layout import routing_layout
-from .masking import mask_blocks_, silu_mul
+from .masking import channel_mask, mask_blocks_, silu_mul
 from .timing import Variant, num_buffer_sets
 
 OPERATORS = ("gemm_mn", "gate_up", "gemm_k", "ffn")
@@ -99,8 +99,11 @@ class Problem:
         """`call` once per buffer set."""
         return [partial(call, index) for index in range(len(self.sets))]
 
-    def check(self) -> Verdict:
-        """Our output on up to CHECKED_TOKENS tokens spread over the batch against float64, by `_testing`'s rule."""
+    def check(self, out: torch.Tensor | None = None) -> Verdict:
+        """`out` (ours by default) on up to CHECKED_TOKENS tokens spread over the batch against float64.
+
+        By `_testing`'s rule; both on buffer set 0.
+        """
         x, weights = self.sets[0]
         num_tokens = x.shape[0]
         picked = torch.linspace(0, num_tokens - 1, min(CHECKED_TOKENS, num_tokens), device=x.device).long()
@@ -108,7 +111,7 @@ class Problem:
             self.keep_mask[picked], self.num_inputs if self.operator == "gemm_k" else self.num_outputs, self.group_size
         )  # fmt: skip
         exact, rounded = self._formula(x[picked].double(), wide, keep), self._formula(x[picked], weights, keep)
-        out = self.ours(0)[picked]
+        out = (self.ours(0) if out is None else out)[picked]
         valid = keep if self.operator in ("gemm_mn", "gate_up") and self.skipped != "zeros" else None
         return judge(self.operator, self.dtype, out, exact, relative_error(rounded, exact), valid)
 
@@ -159,7 +162,7 @@ class Problem:
             def forward() -> torch.Tensor:
                 out = torch.empty(x.shape[0], num_groups, size, device=x.device, dtype=x.dtype)
                 out[tokens, groups] = torch._grouped_mm(x[tokens], weight, offs=ends)
-                return out
+                return out.view(x.shape[0], -1)
 
             return forward
         blocks = weights[0].T.contiguous().view(num_groups, size, self.num_outputs)

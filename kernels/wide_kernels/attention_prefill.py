@@ -1,7 +1,8 @@
 """Routed causal attention over many tokens: an inactive (token, head group) row costs nothing and is written as zeros.
 
 A first kernel partitions each (batch row, group)'s tokens, stably, into active and inactive ones; the second runs
-tiles of active rows, those with the longest span of keys first, and zero-fills the inactive rows (`gqa_prefill`).
+tiles of active rows, those with the longest span of keys first, and zero-fills the inactive rows (`gqa_prefill`)
+unless the caller says that it never reads them.
 No host sync: the grid covers the worst case and a tile learns its work from the counts.
 """
 
@@ -72,11 +73,13 @@ def run_triton(
     key_length: Tensor | None,
     window: int | None,
     scale: float,
+    zeros: bool = True,
+    spare: int = 0,
     tile: Tile | None = None,
 ) -> Tensor:
     """The two kernels; see `attention_prefill` for the arguments."""
     sizes = HeadGroups.of(q, k, v, keep_mask)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = rows_like(q, spare)
     if out.numel() == 0:
         return out
     tile = tile or default_tile(sizes, q.dtype)
@@ -86,18 +89,25 @@ def run_triton(
     use_tma = tile.tma and tma_ready(k) and tma_ready(v)
     block = [1, 1, tile.keys, block_d]
     k_desc, v_desc = (TensorDescriptor.from_tensor(x.transpose(1, 2), block) if use_tma else x for x in (k, v))
-    tiles = triton.cdiv(sizes.num_tokens, tile.rows // sizes.heads) + 1
+    tiles = triton.cdiv(sizes.num_tokens, tile.rows // sizes.heads) + (1 if zeros else 0)
     prefill_kernel[(tiles * sizes.num_items,)](
         q, k, v, k_desc, v_desc, out, tokens, counts, key_start, key_length, *q.stride(), *k.stride(), *v.stride(),
-        scale * LOG2_E, sizes.num_tokens, sizes.num_keys, window or 0, sizes.num_items,
+        *out.stride()[:2], scale * LOG2_E, sizes.num_tokens, sizes.num_keys, window or 0, sizes.num_items,
         NUM_GROUPS=sizes.num_groups, UNITS=sizes.units, HEADS=sizes.heads, HEADS_PER_KV=sizes.heads_per_kv,
         HEAD_SIZE=sizes.head_size, HAS_START=key_start is not None, HAS_LENGTH=key_length is not None,
-        HAS_WINDOW=window is not None, USE_TMA=use_tma, CHAINED=chained,
+        HAS_WINDOW=window is not None, ZEROS=zeros, USE_TMA=use_tma, CHAINED=chained,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_D=block_d, num_warps=tile.warps, num_stages=tile.stages,
         **chain_option(chained),
     )  # fmt: skip
     return out
+
+
+def rows_like(q: Tensor, spare: int) -> Tensor:
+    """An output [B, Tq, H, D] whose rows are contiguous and lie H x D + `spare` elements apart."""
+    batch, num_tokens, num_heads, head_size = q.shape
+    rows = torch.empty(batch, num_tokens, num_heads * head_size + spare, dtype=q.dtype, device=q.device)
+    return rows[..., : num_heads * head_size].unflatten(-1, (num_heads, head_size))
 
 
 @torch.library.custom_op("wide_kernels::attention_prefill", mutates_args=())
@@ -112,17 +122,20 @@ def prefill_op(
     scale: float,
     route: str,
     zeros: bool,
+    spare: int,
 ) -> Tensor:
-    if not runs_triton(q):
-        return reference(q, k, v, keep_mask, key_start, key_length, window, scale)
-    if route == "dense":
-        return run_dense(q, k, v, keep_mask, scale, zeros)
-    return run_triton(q, k, v, keep_mask, key_start, key_length, window, scale)
+    if runs_triton(q) and route == "skip":
+        return run_triton(q, k, v, keep_mask, key_start, key_length, window, scale, zeros, spare)
+    if runs_triton(q):
+        out = run_dense(q, k, v, keep_mask, scale, zeros)
+    else:
+        out = reference(q, k, v, keep_mask, key_start, key_length, window, scale)
+    return rows_like(q, spare).copy_(out) if spare else out
 
 
 @prefill_op.register_fake
-def prefill_fake(q, k, v, keep_mask, key_start, key_length, window, scale, route, zeros):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def prefill_fake(q, k, v, keep_mask, key_start, key_length, window, scale, route, zeros, spare):
+    return rows_like(q, spare)
 
 
 def attention_prefill(
@@ -136,6 +149,7 @@ def attention_prefill(
     scale: float | None = None,
     *,
     skipped: str = "zeros",
+    spare: int = 0,
     expected_keep: float = 0.5,
     route: str | None = None,
 ) -> Tensor:
@@ -150,15 +164,18 @@ def attention_prefill(
         key_length: int32 [B], end of a row's valid keys, at most Tk; None is Tk. The queries are its last Tq positions.
         window: keys a query sees, itself included (sliding window); None is all.
         scale: positive softmax scale; None is 1 / sqrt(D).
-        skipped: what inactive rows hold: "zeros", or "undefined" (the caller never reads them).
+        skipped: what inactive rows hold: "zeros", or "undefined" (the caller never reads them; it is free). Rows of
+            padding, before `key_start`, count as inactive.
+        spare: undefined elements allocated behind the heads of every token, so that the caller can extend its rows in
+            place (see `masking.skipped_columns_`).
         expected_keep: the share of True the caller expects, 0..1; only steers the dispatch, for the host never reads
             the mask. Near 1 the library's dense attention is faster.
         route: "skip" or "dense" overrides the measured table. Dense needs the plain causal case: no key_start, no
             key_length, no window (the library would need a mask of Tq x Tk); other calls always skip.
 
     Returns:
-        [B, Tq, H, D] contiguous, in the dtype of `q`. A row with no key to see is zeros, and what the keys outside
-        a row's span hold never matters. Float32 softmax and accumulation; deterministic.
+        [B, Tq, H, D] in the dtype of `q`, contiguous but for `spare`. An active row with no key to see is zeros, and
+        what the keys outside a row's span hold never matters. Float32 softmax and accumulation; deterministic.
 
     Raises:
         ValueError: shapes, dtypes or group size that do not fit.
@@ -171,7 +188,7 @@ def attention_prefill(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     operator = "attention_prefill" if q.shape[1] == k.shape[1] else "attention_chunk"
     route = route_of(operator, q, k, key_start, key_length, window, expected_keep, route)
-    return prefill_op(q, k, v, keep_mask, key_start, key_length, window, scale, route, skipped == "zeros")
+    return prefill_op(q, k, v, keep_mask, key_start, key_length, window, scale, route, skipped == "zeros", spare)
 
 
 def cases():

@@ -24,7 +24,7 @@ from ._launch import (
 from .dispatch import Plan, choose
 from .gqa import mma, narrow
 from .layout import RoutingLayout
-from .masking import mask_blocks_, silu_mul
+from .masking import channel_mask, mask_blocks_, silu_mul
 from .one_token import launch_mn
 
 SKIPPED = ("zeros", "undefined")
@@ -49,18 +49,19 @@ def gemm_mn(
     plan = plan or choose("gemm_mn", x, weight, layout, group_size)
     return _gemm_mn(
         x, weight, None, bias, layout.keep_mask, layout.lists(plan.route),
-        group_size, skipped == "zeros", plan.route, list(plan.config),
+        group_size, skipped == "zeros", plan.route, list(plan.config), 0,
     )  # fmt: skip
 
 
 def gate_up(
     x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, layout: RoutingLayout, *,
-    group_size: int | None = None, skipped: str = "zeros", plan: Plan | None = None,
+    group_size: int | None = None, skipped: str = "zeros", spare: int = 0, plan: Plan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Token-pruned first half of a gated FFN: silu(x gate^T) * (x up^T), [T, K] -> [T, N], both weights [N, K].
 
     The products and the activation stay in float32 and are rounded once, at the end. `skipped` defaults to "zeros",
-    which a dense down projection needs and which costs almost nothing here. Other arguments and errors: `gemm_mn`.
+    which a dense down projection needs. `spare` undefined columns are allocated behind every row, so that the caller
+    can extend rows in place (see `masking.skipped_columns_`). Other arguments and errors: `gemm_mn`.
     """
     refuse_gradient("gate_up", x, gate_weight, up_weight)
     group_size = check_operands("gate_up", x, gate_weight, layout, gate_weight.shape[0], group_size, None)
@@ -72,7 +73,7 @@ def gate_up(
     plan = plan or choose("gate_up", x, gate_weight, layout, group_size)
     return _gemm_mn(
         x, gate_weight, up_weight, None, layout.keep_mask, layout.lists(plan.route), group_size, skipped == "zeros",
-        plan.route, list(plan.config),
+        plan.route, list(plan.config), spare,
     )  # fmt: skip
 
 
@@ -114,38 +115,45 @@ def check_operands(
 def _gemm_mn(
     x: torch.Tensor, weight: torch.Tensor, up_weight: torch.Tensor | None, bias: torch.Tensor | None,
     keep_mask: torch.Tensor, lists: list[torch.Tensor], group_size: int, zeros: bool, route: str, config: list[int],
+    spare: int,
 ) -> torch.Tensor:  # fmt: skip
     x = last_dim_contiguous(x)
     if x.shape[0] == 0 or weight.shape[0] == 0:
-        return x.new_empty(x.shape[0], weight.shape[0])
+        return _rows(x, weight, spare)
     if route == "dense" or not runs_triton(x):
-        return _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros)
+        return _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros, spare)
     first, second = lists
     if route == "one_token":
-        return launch_mn(x, weight, up_weight, bias, keep_mask, first, second, group_size, config)
-    return _launch(x, weight, up_weight, bias, first, second, group_size, zeros, config)
+        few = launch_mn(x, weight, up_weight, bias, keep_mask, first, second, group_size, config)
+        return _rows(x, weight, spare).copy_(few) if spare else few
+    return _launch(x, weight, up_weight, bias, first, second, group_size, zeros, config, spare)
 
 
 @_gemm_mn.register_fake
-def _(x, weight, up_weight, bias, keep_mask, lists, group_size, zeros, route, config):
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x, weight, up_weight, bias, keep_mask, lists, group_size, zeros, route, config, spare):
+    return _rows(x, weight, spare)
 
 
-def _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros) -> torch.Tensor:
+def _rows(x: torch.Tensor, weight: torch.Tensor, spare: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] + spare)[:, : weight.shape[0]]
+
+
+def _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros, spare) -> torch.Tensor:
     if up_weight is not None:
-        return silu_mul(F.linear(x, weight), F.linear(x, up_weight), keep_mask if zeros else None, group_size)
+        out = _rows(x, weight, spare) if spare else None
+        return silu_mul(F.linear(x, weight), F.linear(x, up_weight), keep_mask if zeros else None, group_size, out)
     out = F.linear(x, weight, bias)
     return mask_blocks_(out, keep_mask, group_size) if zeros else out
 
 
-def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config) -> torch.Tensor:
+def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config, spare) -> torch.Tensor:
     """config: block_m, block_n, block_k, token tiles of a band, num_warps, num_stages."""
     num_tokens, num_inputs = x.shape
     num_channels, num_groups = weight.shape[0], counts.shape[0]
     block_m, block_n, block_k, band, num_warps, num_stages = config
     if x.dtype == torch.float32:  # short chains of additions, see `mma`; no rate to lose without tensor cores
         block_k = 16
-    out = torch.empty(num_tokens, num_channels, dtype=x.dtype, device=x.device)
+    out = _rows(x, weight, spare)
     second, swapped = weight, False
     if up_weight is None:
         descriptor = row_block_descriptor(weight, block_n, block_k)
@@ -153,15 +161,13 @@ def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config)
         second = up_weight
         descriptor, swapped = row_pair_descriptor(weight, up_weight, block_n, block_k)
     tiles_m, tiles_n = triton.cdiv(num_tokens, block_m), triton.cdiv(group_size, block_n)
-    band = min(band, tiles_m)
-    chained = can_chain(x)
+    band, chained = min(band, tiles_m), can_chain(x)
     _gemm_mn_kernel[(triton.cdiv(tiles_m, band) * num_groups * band * tiles_n,)](
         x, weight if descriptor is None else descriptor, second, out if bias is None else bias, out, counts, rows,
         num_tokens, num_channels, num_inputs, num_groups, group_size, band, x.stride(0), weight.stride(0),
-        second.stride(0), FUSED=up_weight is not None, SWAPPED=swapped, HAS_BIAS=bias is not None, ZEROS=zeros,
-        BULK=descriptor is not None, EVEN_K=num_inputs % block_k == 0, CHAINED=chained,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=num_warps, num_stages=num_stages, **chain_option(chained),
+        second.stride(0), out.stride(0), FUSED=up_weight is not None, SWAPPED=swapped, HAS_BIAS=bias is not None,
+        ZEROS=zeros, BULK=descriptor is not None, EVEN_K=num_inputs % block_k == 0, CHAINED=chained, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **chain_option(chained),
     )  # fmt: skip
     return out
 
@@ -201,7 +207,7 @@ def _pair_block(
 @triton.jit(do_not_specialize=["num_tokens", "band"])
 def _gemm_mn_kernel(
     x, w, w_up, bias, out, counts, rows,
-    num_tokens, num_channels, num_inputs, num_groups, group_size, band, stride_x, stride_w, stride_up,
+    num_tokens, num_channels, num_inputs, num_groups, group_size, band, stride_x, stride_w, stride_up, stride_out,
     FUSED: tl.constexpr, SWAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ZEROS: tl.constexpr, BULK: tl.constexpr,
     EVEN_K: tl.constexpr, CHAINED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +232,7 @@ def _gemm_mn_kernel(
     n = column + tl.arange(0, BLOCK_N)
     channel = group * group_size + n
     inside = (n < group_size) & (channel < num_channels)
-    pointers = out + token[:, None] * num_channels + channel[None, :]
+    pointers = out + token[:, None] * stride_out + channel[None, :]
     if first >= count:
         tl.store(pointers, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=listed[:, None] & inside[None, :])
         return
@@ -278,12 +284,6 @@ def gate_up_reference(
     """gate_up with zeros in skipped blocks, in the inputs' precision."""
     out = F.silu(x @ gate_weight.T) * (x @ up_weight.T)
     return out * channel_mask(layout.keep_mask, gate_weight.shape[0], group_size)
-
-
-def channel_mask(keep_mask: torch.Tensor, num_channels: int, group_size: int | None) -> torch.Tensor:
-    """bool[T, G] -> bool[T, N]: the mask of each channel."""
-    size = group_size if group_size is not None else num_channels // keep_mask.shape[1]
-    return keep_mask.repeat_interleave(size, dim=1)[:, :num_channels]
 
 
 def cases():

@@ -79,7 +79,7 @@ def prefill_kernel(
     v_ptr,
     k_desc,  # the same as [B, K, Tk, D] descriptors, blocks [1, 1, BLOCK_N, BLOCK_D]; unused without USE_TMA
     v_desc,
-    out_ptr,  # [B, Tq, H, D] contiguous
+    out_ptr,  # [B, Tq, H, D], a token's heads contiguous
     token_ptr,
     count_ptr,
     start_ptr,
@@ -96,6 +96,8 @@ def prefill_kernel(
     stride_vt,
     stride_vh,
     stride_vd,
+    stride_ob,
+    stride_ot,
     scale,  # softmax scale times log2(e)
     num_tokens,
     num_keys,
@@ -109,6 +111,7 @@ def prefill_kernel(
     HAS_START: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    ZEROS: tl.constexpr,
     USE_TMA: tl.constexpr,
     CHAINED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -118,7 +121,6 @@ def prefill_kernel(
 ):
     """One tile of one item; program order is tile-major from the last (longest) tile, then the zero tiles."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS
-    num_heads: tl.constexpr = NUM_GROUPS * UNITS * HEADS
     item = tl.program_id(0) % num_items
     rank = tl.program_id(0) // num_items
     batch = item // (NUM_GROUPS * UNITS)
@@ -135,10 +137,12 @@ def prefill_kernel(
     token_ptr += row_item.to(tl.int64) * num_tokens
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_SIZE
-    out_ptr += batch.to(tl.int64) * num_tokens * (num_heads * HEAD_SIZE)
+    out_ptr += batch.to(tl.int64) * stride_ob
     head_offset = (first_head + row % HEADS) * HEAD_SIZE
 
     active = rank < num_tiles
+    if rank >= num_tiles and not ZEROS:
+        return
     first = (num_tiles - 1 - rank) * TOKENS
     entry = tl.where(active, first + slot, num_tokens - 1 - (rank - num_tiles) * TOKENS - slot)
     stored = (slot < TOKENS) & tl.where(active, entry < count, entry >= count)
@@ -201,7 +205,7 @@ def prefill_kernel(
         s = tl.where(seen, s, -float("inf"))
         m, den, acc = online_softmax(s, m, den, acc, v, scale, PRECISION, True)
 
-    place = token.to(tl.int64) * (num_heads * HEAD_SIZE) + head_offset
+    place = token.to(tl.int64) * stride_ot + head_offset
     out = narrow(acc / tl.where(den == 0, 1.0, den)[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + place[:, None] + d[None], out, mask=stored[:, None] & in_head[None])
 
