@@ -102,10 +102,16 @@ def bench_row(case: Problem, limits: tuple[float, float], baselines: bool, clock
     row |= {"dense_ms": round(times["dense"], 5), "ours_ms": round(times["ours"], 5)}
     row |= {"clocks": clocks, "sm_mhz": clock}
     row["speedup"] = round(times["dense"] / times["ours"], 3)
-    if baselines:
-        row["naive_ms"] = round(measure_eager(case.naive), 5)
-        grouped = case.grouped()
-        row["grouped_mm_ms"] = round(measure_eager(grouped), 5) if grouped is not None else None
+    return row | baseline_times(case) if baselines else row
+
+
+def baseline_times(case: Problem) -> dict:
+    """Milliseconds of the naive loop and of torch._grouped_mm; None where there is none, or where it is wrong."""
+    row: dict = {}
+    for name, call in (("naive", case.naive), ("grouped_mm", case.grouped())):
+        right = None if call is None else case.check(call()).ok
+        time = measure_eager(call) if call is not None and right else None
+        row |= {f"{name}_ms": time if time is None else round(time, 5), f"{name}_correct": right}
     return row
 
 
