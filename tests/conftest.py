@@ -1,11 +1,13 @@
-"""Shared by all tests: no network, no tracker account, one thread a worker; the command line as a fixture."""
+"""Shared by all tests: no network, no tracker account, one thread a worker; commands as fixtures."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm import WarmPython
 
 ROOT = Path(__file__).parent.parent
 OFFLINE = {
@@ -24,31 +26,39 @@ def no_interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a child process. W&B leaves the address of a running writer there; a child must not find that of another."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | OFFLINE | more
+
+
 class CommandLine:
-    """`python run.py ...` in a subprocess whose working directory, and so every output, is the test's own.
+    """`python run.py ...` in a process whose working directory, and so every output, is the test's own."""
 
-    W&B leaves the address of a running writer in the environment; a child must not find the one of another test.
-    """
+    def __init__(self, folder: Path, python: WarmPython):
+        self.folder, self.python = folder, python
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        return self.python(str(ROOT / "run.py"), *arguments, folder=self.folder, environment=environment(**variables))
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen:
+    def start(self, *arguments: str) -> subprocess.Popen:
+        """An interpreter of its own, running on: for several at once, and for signals."""
         return subprocess.Popen(
             [sys.executable, str(ROOT / "run.py"), *arguments],
             cwd=self.folder,
-            env={k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | OFFLINE | environment,
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def __call__(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=240)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[WarmPython]:
+    found = WarmPython()
+    yield found
+    found.end()
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> CommandLine:
-    return CommandLine(tmp_path)
+def cli(tmp_path: Path, python: WarmPython) -> CommandLine:
+    return CommandLine(tmp_path, python)

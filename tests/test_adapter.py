@@ -1,13 +1,10 @@
 """LoRA under masks: merging against weights merged by hand, and the checkpoint folder of stage 2."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, environment
 from lora_models import METHODS, NO_DROPOUT, PROJECTIONS, method_options, randomise, recovered, untrained
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -146,7 +143,7 @@ def test_f27_folder_comes_back_bit_equal_tied_or_not(tmp_path, family, method):
     torch.testing.assert_close(logits(merge(again), ids), expected, atol=1e-5, rtol=0)
 
 
-def test_f27_fresh_process_computes_the_same(tmp_path):
+def test_f27_fresh_process_computes_the_same(tmp_path, python):
     model, ids = recovered("llama", "compensated"), tokens(2, 12)
     save(tmp_path / "c", model, "llama", "compensated")
     torch.save(ids, tmp_path / "ids.pt")
@@ -157,8 +154,9 @@ model = from_pretrained(sys.argv[1] + "/c")
 with torch.no_grad():
     torch.save(model(input_ids=torch.load(sys.argv[1] + "/ids.pt")).logits, sys.argv[1] + "/logits.pt")
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    variables = environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS=str(torch.get_num_threads()))
+    done = python("-c", code, str(tmp_path), folder=tmp_path, environment=variables)
+    assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits(model, ids))
 
 

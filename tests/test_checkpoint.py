@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, environment
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import routed, stock, tokens
@@ -232,10 +230,10 @@ print("whole after 20 kills")
 """
 
 
-def test_f31_killed_saves_leave_a_whole_checkpoint(tmp_path):
+def test_f31_killed_saves_leave_a_whole_checkpoint(tmp_path, python):
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, "-c", KILLED_SAVES, str(tmp_path / "c")]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    arguments = ("-c", KILLED_SAVES, str(tmp_path / "c"))
+    done = python(*arguments, folder=tmp_path, environment=environment(PYTHONPATH=paths))
     assert done.stdout == "whole after 20 kills\n", done.stderr
 
 

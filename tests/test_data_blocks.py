@@ -203,7 +203,7 @@ def _build_at_once(barrier: object, cfg: DataConfig, root: Path, answers: object
 
 def test_two_processes_building_at_once_agree_and_leave_one_entry(tmp_path: Path) -> None:
     cfg = files_config(write_texts(tmp_path / "t", count=120))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(2), context.Queue()
     arguments = (barrier, cfg, tmp_path / "c", answers)
     builders = [context.Process(target=_build_at_once, args=arguments) for _ in range(2)]

@@ -24,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from lm_eval._cli.harness import HarnessCLI
 from test_conf import hydra_conf, make  # noqa: F401
+from warm import WarmPython
 
 from experiments.wide_eval import with_defaults
 
@@ -71,7 +72,7 @@ def files_of(page: Path) -> dict[str, str]:
     return found
 
 
-def follow(page: Path, folder: Path) -> str:
+def follow(page: Path, folder: Path, python: WarmPython) -> str:
     """Write the page's files, run its commands; what they print."""
     printed = ""
     for name, text in files_of(page).items():
@@ -80,9 +81,11 @@ def follow(page: Path, folder: Path) -> str:
     for command in commands(page):
         if command.startswith(NEEDS_GPU):
             continue
-        done = subprocess.run(
-            shlex.split(command), cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=280
-        )
+        words, variables = shlex.split(command), environment(folder)
+        if words[0] == "python" and "tests/kernels" not in command:  # whose interpreter is chosen as triton is imported
+            done = python(*words[1:], folder=folder, environment=variables)
+        else:
+            done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         printed += done.stdout
     return printed
@@ -94,32 +97,32 @@ def row(folder: Path) -> dict:
     return json.loads(line)
 
 
-def test_the_page_on_families(copy):
-    printed = follow(ROOT / "docs" / "family.md", copy)
+def test_the_page_on_families(copy, python):
+    printed = follow(ROOT / "docs" / "family.md", copy, python)
     assert int(re.search(r"(\d+) passed", printed)[1]) > 10 and "failed" not in printed
     assert row(copy)["config"]["model"]["family"] == "smollm3" and row(copy)["status"] == "finished"
 
 
-def test_the_page_on_methods(copy):
-    follow(ROOT / "docs" / "method.md", copy)
+def test_the_page_on_methods(copy, python):
+    follow(ROOT / "docs" / "method.md", copy, python)
     assert row(copy)["method"] == "last" and row(copy)["status"] == "finished"
     assert row(copy)["sparsity_total"] == pytest.approx((1 / 2 + 2 / 5) / 2)  # of 2 head groups, of 5 FFN groups
 
 
-def test_the_page_on_operators(copy):
-    printed = follow(ROOT / "docs" / "operator.md", copy)
+def test_the_page_on_operators(copy, python):
+    printed = follow(ROOT / "docs" / "operator.md", copy, python)
     assert int(re.search(r"(\d+) passed", printed)[1]) == 9  # as many as the page has inputs
     assert "failed" not in printed
 
 
-def test_the_page_on_experiments(copy):
-    printed = follow(ROOT / "docs" / "experiment.md", copy)
+def test_the_page_on_experiments(copy, python):
+    printed = follow(ROOT / "docs" / "experiment.md", copy, python)
     assert "sparsity: 0.4" in printed and "experiment_name: smollm2_s40_channels64" in printed
     assert len(list((copy / "outputs" / "smollm2_s40_channels64").glob("*/checkpoint"))) == 1
 
 
-def test_the_page_on_tables(copy):
-    follow(ROOT / "docs" / "table.md", copy)
+def test_the_page_on_tables(copy, python):
+    follow(ROOT / "docs" / "table.md", copy, python)
     text = (copy / "outputs" / "tables" / "smollm2_short.md").read_text(encoding="utf-8")
     assert re.search(r"\| paper \| \d+\.\d\d.* \| \d+\.\d\d ±", text) and re.search(r"\| wide \| \d", text)
 

@@ -6,13 +6,11 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import OFFLINE, ROOT
+from conftest import ROOT, environment
 from killed_runs import KILLS, STEPS
 from test_checkpoint import save
 from test_cli import composed, rows_of
@@ -31,18 +29,14 @@ from wide.resume import WholeCheckpoints
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "kernels")])
 
 
-def python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | OFFLINE | {"PYTHONPATH": PATHS}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=env | environment, capture_output=True, text=True, timeout=280)
-
-
 def last_state(folder: Path) -> dict:
     return WholeCheckpoints().load_checkpoint(folder / "checkpoints" / "last.ckpt")
 
 
-def test_runs_killed_at_ten_random_moments_leave_whole_files_and_go_on(tmp_path):
-    done = python(str(ROOT / "tests" / "killed_runs.py"), str(tmp_path / "runs"), folder=tmp_path, TQDM_DISABLE="1")
+def test_runs_killed_at_ten_random_moments_leave_whole_files_and_go_on(tmp_path, python):
+    variables = environment(PYTHONPATH=PATHS, TQDM_DISABLE="1")
+    script = str(ROOT / "tests" / "killed_runs.py")
+    done = python(script, str(tmp_path / "runs"), folder=tmp_path, environment=variables)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     steps = [kill["step"] for kill in found["kills"]]
@@ -247,7 +241,7 @@ print("went on")
 """
 
 
-def test_a_tracker_process_that_is_killed_does_not_end_the_run(tmp_path):
-    done = python("-c", DEAD_TRACKER, folder=tmp_path)
+def test_a_tracker_process_that_is_killed_does_not_end_the_run(tmp_path, python):
+    done = python("-c", DEAD_TRACKER, folder=tmp_path, environment=environment(PYTHONPATH=PATHS))
     assert done.stdout.splitlines()[-1:] == ["went on"], done.stderr
     assert done.stderr.count("the tracker no longer answers, the run goes on without it") == 1

@@ -77,15 +77,20 @@ class Table:
 
 def figure(rows: pd.DataFrame, column: Column, published: Published | None = None) -> Cell:
     """The cell for the selected rows: mean and standard deviation over seeds; missing or failed where there is none."""
-    runs = tuple(rows["run"]) if len(rows) else ()
-    commands = tuple(rows["command"]) if len(rows) else ()
-    common: dict[str, Any] = {"published": published, "runs": runs, "commands": commands}
-    if len(rows) and (rows["status"] == "failed").all():
+    missing = Cell(status=MISSING, published=published)
+    if not len(rows):
+        return missing
+    common: dict[str, Any] = {"published": published}
+    common |= {"runs": tuple(rows["run"]), "commands": tuple(rows["command"])}
+    if (rows["status"] == "failed").all():
         return Cell(status=FAILED, **common)
-    values = pd.to_numeric(rows[column.metric], errors="coerce").dropna() if column.metric in rows else pd.Series([])
+    if column.metric not in rows:
+        return missing
+    values = pd.to_numeric(rows[column.metric], errors="coerce").dropna()
     if values.empty:
-        return Cell(status=MISSING, published=published)
-    kept = once_per_seed(rows.loc[values.index])
+        return missing
+    about = rows[[key for key in ("run", "command", "seed", "finished") if key in rows]]  # of hundreds of columns
+    kept = once_per_seed(about.loc[values.index])
     values = values[kept.index]
     common |= {"runs": tuple(kept["run"]), "commands": tuple(kept["command"])}
     values = values.astype(float) * column.scale
