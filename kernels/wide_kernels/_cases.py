@@ -5,6 +5,7 @@ Sizes are small on purpose (the CPU interpreter runs them); the compiled check r
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -160,7 +161,24 @@ def mn_cases() -> list[Case]:
         )
         for plan, tokens in ((SKIP_MN, 17), (DENSE, 17), (ONE_TOKEN, 5), (SKIP_MN, 0))
     ]
-    return _family("gemm_mn", SKIP_MN) + _family("gate_up", SKIP_MN) + spare
+    return _family("gemm_mn", SKIP_MN) + _family("gate_up", SKIP_MN) + spare + _schedules()
+
+
+def _schedules() -> list[Case]:
+    """The schedules of `mn_skip`: bands of one, two and all token tiles, last tiles with few and many rows."""
+    cases = []
+    for schedule, band, operator in product((1, 2), (1, 2, 1024), ("gemm_mn", "gate_up")):
+        plan, name = Plan("skip", (32, 32, 32, band, 4, 2, schedule)), f"schedule_{schedule}_bands_of_{band}"
+        sizes = [SIZES[size] for size in ("even", "last_group_narrower", "odd_everything")]
+        cases += [
+            _case(operator, f"{name}_{size[0]}_tokens", size=size, plan=plan, skipped="zeros", bias=True)
+            for size in sizes
+        ]
+        cases += [
+            _case(operator, f"{name}_mask_{kind}", size=SIZES["even"], mask=kind, plan=plan, skipped=skipped)
+            for kind, skipped in (("none", "zeros"), ("all", "undefined"), ("sorted", "zeros"), ("random", "undefined"))
+        ]
+    return cases
 
 
 def k_cases() -> list[Case]:

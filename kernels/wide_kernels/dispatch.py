@@ -25,9 +25,9 @@ ROUTES = ("dense", "skip", "one_token")
 class Plan:
     """A route and its tile sizes.
 
-    `config` is, for "skip": block_m, block_n, block_k, token tiles of a band, num_warps, num_stages (`gemm_k`: groups
-    of a set and bits of a partial sum instead of the band); for "one_token": block_n, block_k, num_warps, num_stages;
-    for "dense": empty.
+    `config` is, for "skip": block_m, block_n, block_k, token tiles of a band, num_warps, num_stages and, optionally,
+    the schedule (see `mn_skip`); for `gemm_k`: groups of a set and bits of a partial sum instead of the band, and no
+    schedule; for "one_token": block_n, block_k, num_warps, num_stages; for "dense": empty.
     """
 
     route: str

@@ -25,10 +25,11 @@ from ._launch import (
     runs_triton,
 )
 from .dispatch import Plan, choose
-from .gemm_mn import SKIPPED, check_operands, weight_block
+from .gemm_mn import SKIPPED, check_operands
 from .gqa import mma, narrow
 from .layout import RoutingLayout
 from .masking import channel_mask, masked_blocks
+from .mn_skip import weight_block
 from .one_token import launch_k
 
 

@@ -9,22 +9,12 @@ Axes: T tokens, K input channels, N output channels, G groups of `group_size` ch
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
-from ._launch import (
-    can_chain,
-    chain_option,
-    last_dim_contiguous,
-    refuse_gradient,
-    row_block_descriptor,
-    row_pair_descriptor,
-    runs_triton,
-)
+from ._launch import last_dim_contiguous, refuse_gradient, runs_triton
 from .dispatch import Plan, choose
-from .gqa import mma, narrow
 from .layout import RoutingLayout
 from .masking import channel_mask, mask_blocks_, silu_mul
+from .mn_skip import launch_skip
 from .one_token import launch_mn
 
 SKIPPED = ("zeros", "undefined")
@@ -126,7 +116,7 @@ def _gemm_mn(
     if route == "one_token":
         few = launch_mn(x, weight, up_weight, bias, keep_mask, first, second, group_size, config)
         return _rows(x, weight, spare).copy_(few) if spare else few
-    return _launch(x, weight, up_weight, bias, first, second, group_size, zeros, config, spare)
+    return launch_skip(x, weight, up_weight, bias, first, second, group_size, zeros, config, _rows(x, weight, spare))
 
 
 @_gemm_mn.register_fake
@@ -144,128 +134,6 @@ def _dense(x, weight, up_weight, bias, keep_mask, group_size, zeros, spare) -> t
         return silu_mul(F.linear(x, weight), F.linear(x, up_weight), keep_mask if zeros else None, group_size, out)
     out = F.linear(x, weight, bias)
     return mask_blocks_(out, keep_mask, group_size) if zeros else out
-
-
-def _launch(x, weight, up_weight, bias, counts, rows, group_size, zeros, config, spare) -> torch.Tensor:
-    """config: block_m, block_n, block_k, token tiles of a band, num_warps, num_stages."""
-    num_tokens, num_inputs = x.shape
-    num_channels, num_groups = weight.shape[0], counts.shape[0]
-    block_m, block_n, block_k, band, num_warps, num_stages = config
-    if x.dtype == torch.float32:  # short chains of additions, see `mma`; no rate to lose without tensor cores
-        block_k = 16
-    out = _rows(x, weight, spare)
-    second, swapped = weight, False
-    if up_weight is None:
-        descriptor = row_block_descriptor(weight, block_n, block_k)
-    else:
-        second = up_weight
-        descriptor, swapped = row_pair_descriptor(weight, up_weight, block_n, block_k)
-    tiles_m, tiles_n = triton.cdiv(num_tokens, block_m), triton.cdiv(group_size, block_n)
-    band, chained = min(band, tiles_m), can_chain(x)
-    _gemm_mn_kernel[(triton.cdiv(tiles_m, band) * num_groups * band * tiles_n,)](
-        x, weight if descriptor is None else descriptor, second, out if bias is None else bias, out, counts, rows,
-        num_tokens, num_channels, num_inputs, num_groups, group_size, band, x.stride(0), weight.stride(0),
-        second.stride(0), out.stride(0), FUSED=up_weight is not None, SWAPPED=swapped, HAS_BIAS=bias is not None,
-        ZEROS=zeros, BULK=descriptor is not None, EVEN_K=num_inputs % block_k == 0, CHAINED=chained, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages, **chain_option(chained),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def weight_block(
-    w, row, col, num_rows, num_cols, stride, BULK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """[BLOCK_K, BLOCK_N] of the weight, transposed; zeros outside of it."""
-    if BULK:
-        return w.load([row, col]).T
-    else:
-        n = row + tl.arange(0, BLOCK_N)
-        k = col + tl.arange(0, BLOCK_K)
-        pointers = w + n.to(tl.int64)[None, :] * stride + k[:, None]
-        return tl.load(pointers, mask=(n < num_rows)[None, :] & (k < num_cols)[:, None], other=0.0)
-
-
-@triton.jit
-def _pair_block(
-    w, w_up, row, col, num_rows, num_cols, stride, stride_up, BULK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_K, 2 * BLOCK_N]: the same block of two weights side by side, so that one instruction takes both."""
-    if BULK:
-        return w.load([0, row, col]).reshape(2 * BLOCK_N, BLOCK_K).T
-    else:
-        both = tl.arange(0, 2 * BLOCK_N)
-        n = row + both % BLOCK_N
-        k = col + tl.arange(0, BLOCK_K)
-        first = w + n.to(tl.int64)[None, :] * stride + k[:, None]
-        second = w_up + n.to(tl.int64)[None, :] * stride_up + k[:, None]
-        pointers = tl.where((both < BLOCK_N)[None, :], first, second)
-        return tl.load(pointers, mask=(n < num_rows)[None, :] & (k < num_cols)[:, None], other=0.0)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "band"])
-def _gemm_mn_kernel(
-    x, w, w_up, bias, out, counts, rows,
-    num_tokens, num_channels, num_inputs, num_groups, group_size, band, stride_x, stride_w, stride_up, stride_out,
-    FUSED: tl.constexpr, SWAPPED: tl.constexpr, HAS_BIAS: tl.constexpr, ZEROS: tl.constexpr, BULK: tl.constexpr,
-    EVEN_K: tl.constexpr, CHAINED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    # Order: bands of token tiles, then groups, then the band's token tiles, then columns. Lists are ascending, so a
-    # band is about the same tokens in every group, and its activations stay in the L2 cache while weights stream by.
-    tiles_n = tl.cdiv(group_size, BLOCK_N)
-    per_group = tiles_n * band
-    group = (tl.program_id(0) // per_group) % num_groups
-    tile = tl.program_id(0) % per_group
-    first = ((tl.program_id(0) // (per_group * num_groups)) * band + tile // tiles_n) * BLOCK_M
-    column = (tile % tiles_n) * BLOCK_N  # within the group
-    if first >= num_tokens:
-        return
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
-    count = tl.load(counts + group)
-    if first >= count and not ZEROS:
-        return
-    position = first + tl.arange(0, BLOCK_M)  # place in the group's list
-    listed = position < num_tokens
-    token = tl.load(rows + tl.cast(group, tl.int64) * num_tokens + position, mask=listed, other=0).to(tl.int64)
-    n = column + tl.arange(0, BLOCK_N)
-    channel = group * group_size + n
-    inside = (n < group_size) & (channel < num_channels)
-    pointers = out + token[:, None] * stride_out + channel[None, :]
-    if first >= count:
-        tl.store(pointers, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=listed[:, None] & inside[None, :])
-        return
-
-    row = group * group_size + column
-    k = tl.arange(0, BLOCK_K)
-    x_pointers = x + token[:, None] * stride_x + k[None, :]
-    WIDTH: tl.constexpr = 2 * BLOCK_N if FUSED else BLOCK_N
-    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    for start in range(0, num_inputs, BLOCK_K):
-        if EVEN_K:
-            a = tl.load(x_pointers + start)
-        else:
-            a = tl.load(x_pointers + start, mask=(k < num_inputs - start)[None, :], other=0.0)
-        if FUSED:
-            b = _pair_block(w, w_up, row, start, num_channels, num_inputs, stride_w, stride_up, BULK, BLOCK_N, BLOCK_K)
-        else:
-            b = weight_block(w, row, start, num_channels, num_inputs, stride_w, BULK, BLOCK_N, BLOCK_K)
-        acc = mma(a, b, acc, "ieee")
-    if FUSED:
-        lower, upper = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        gate = upper if SWAPPED else lower
-        up = lower if SWAPPED else upper
-        result = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        result = acc
-    if HAS_BIAS:
-        result += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
-    runs = position < count
-    if ZEROS:
-        result = tl.where(runs[:, None], result, 0.0)
-        runs = listed
-    tl.store(pointers, narrow(result, out.dtype.element_ty), mask=runs[:, None] & inside[None, :])
 
 
 def reference(

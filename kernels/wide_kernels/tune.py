@@ -49,6 +49,7 @@ def candidates(operator: str, group_size: int, num_tokens: int) -> list[Plan]:
         return [Plan("skip", (128, 256, 64, *pair, 8, 4)) for pair in sums]
     if group_size < 64:
         return [Plan("skip", tile) for tile in ((128, 32, 64, 16, 4, 4), (256, 32, 64, 8, 8, 3))]
+    tiles: list[tuple[int, ...]]
     if operator == "gate_up":  # two weights, so a tile is twice block_n wide
         tiles = [
             (128, 128, 64, 16, 8, 3),
@@ -56,10 +57,21 @@ def candidates(operator: str, group_size: int, num_tokens: int) -> list[Plan]:
             (128, 128, 64, 8, 8, 4),
             (128, 128, 64, 1024, 8, 4),
         ]
-        return [Plan("skip", tile) for tile in (*tiles, (128, 64, 64, 16, 4, 3))]
-    tiles = [(128, 128, 64, 16, 4, 3), (128, 128, 64, 16, 8, 4), (256, 128, 64, 8, 8, 3), (256, 128, 64, 8, 8, 4)]
+        tiles += [(128, 64, 64, 16, 4, 3), (128, 128, 64, 8, 8, 4, 1), (128, 128, 64, 8, 8, 4, 2)]
+        return [Plan("skip", tile) for tile in tiles]
+    tiles = [
+        (128, 128, 64, 16, 4, 3),
+        (128, 128, 64, 16, 8, 4),
+        (256, 128, 64, 8, 8, 3),
+        (256, 128, 64, 8, 8, 4),
+    ]
     if group_size >= 256:
-        tiles = [(128, 256, 64, band, 8, stages) for band, stages in ((16, 3), (16, 4), (8, 4), (1024, 4))] + tiles[:2]
+        wide: list[tuple[int, ...]] = [
+            (128, 256, 64, *rest) for rest in ((16, 8, 3), (16, 8, 4), (8, 8, 4), (1024, 8, 4))
+        ]
+        tiles = wide + tiles[:2]
+        tiles += [(128, 256, 64, 8, 8, 4, 1), (128, 256, 64, 8, 8, 4, 2), (128, 256, 128, 8, 8, 2, 2)]
+    tiles += [(256, 128, 64, 8, 8, 4, 1), (256, 128, 64, 8, 8, 4, 2), (128, 128, 64, 16, 4, 3, 2)]
     return [Plan("skip", tile) for tile in tiles]
 
 

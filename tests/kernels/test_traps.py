@@ -94,6 +94,12 @@ def test_f51_every_candidate_of_the_tuner_is_right_alone_and_twice(operator, gro
     assert torch.equal(case.op(**inputs), case.op(**inputs))
 
 
+def test_schedules_that_do_not_exist_are_refused():
+    layout, plan = routing_layout(torch.ones(20, 2, dtype=torch.bool)), Plan("skip", (32, 32, 32, 2, 4, 2, 3))
+    with pytest.raises(ValueError, match=r"schedule must be in 0\.\.2, got 3"):
+        gemm_mn(values(20, 32), values(64, 32), layout, plan=plan)
+
+
 def test_f57_lists_hold_the_kept_work_and_nothing_else():
     keep_mask = torch.rand(300, 6, generator=torch.Generator().manual_seed(2)) < 0.4
     layout = routing_layout(keep_mask)
