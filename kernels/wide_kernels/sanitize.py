@@ -28,8 +28,9 @@ from .dispatch import Plan, card_rules
 from .timing import provenance
 
 SMALL = (
-    "gemm_mn-odd_everything", "gemm_mn-schedule_2_bands_of_2_37_tokens", "gemm_mn-mask_none", "gemm_mn-strided_nan_margin", "gemm_mn-dense_route",
-    "gate_up-last_group_narrower", "gate_up-schedule_1_bands_of_1_17_tokens", "gate_up-few_odd_everything_1", "gemm_k-odd_everything",
+    "gemm_mn-odd_everything", "gemm_mn-schedule_2_bands_of_2_37_tokens", "gemm_mn-mask_none",
+    "gemm_mn-strided_nan_margin", "gemm_mn-dense_route", "gate_up-last_group_narrower",
+    "gate_up-schedule_1_bands_of_1_17_tokens", "gate_up-few_odd_everything_1", "gemm_k-odd_everything",
     "gemm_k-mask_one_token_active", "gemm_k-sets_of_3_32_bit", "gemm_k-dense_undefined",
     "attention_prefill-smollm_9_heads", "attention_prefill-mask_one_each", "attention_prefill-left_padding",
     "attention_prefill-window_chunk_padding", "attention_prefill-dense_strided", "attention_decode-five_groups",
