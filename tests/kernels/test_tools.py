@@ -2,9 +2,11 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -184,3 +186,22 @@ def test_profile_writes_rows_and_says_which_problem_has_none(stand_in, tmp_path,
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["missing"] == ["down: ours"]
     with pytest.raises(SystemExit):
         profile.main(["--match", "no_such"])
+
+
+def test_the_profilers_range_holds_a_marker_and_one_warm_call(monkeypatch, capsys):
+    events = []
+
+    class Marker:
+        def __getitem__(self, grid):
+            return lambda: events.append("marker")
+
+    monkeypatch.setattr(profile, "_next_problem_kernel", Marker())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: events.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: events.append("stop"))
+    calls = {name: partial(events.append, name) for name in ("ours", "dense")}
+    monkeypatch.setattr(profile, "PROBLEMS", {"gate": (lambda size: calls if size == 3 else {}, 3)})
+    profile.run_problems(["gate"])
+    one = lambda name: [name, name, "start", "marker", name, "stop"]  # noqa: E731
+    assert events == ["marker", *one("ours"), *one("dense")]
+    assert capsys.readouterr().out.splitlines() == ["problem: gate: ours", "problem: gate: dense"]
