@@ -64,7 +64,7 @@ def test_jobs_leave_rows_are_not_run_twice_and_fill_the_table(base, capsys):
     found = {row["experiment"]: row for row in rows.to_dict("records")}
     measured = found["rivals_smollm2_flap_s50"]
     assert "+experiment=rivals_smollm2_flap_s50 eval=grid seed=17" in measured["command"]
-    assert measured["kv"] == "removed" and "task_sotu_copy" in measured and "other_routed_perplexity" in measured
+    assert measured["kv"] == "removed" and "task_sotu_cloze" in measured and "other_routed_perplexity" in measured
 
     table = next(table for table in build(load("outputs/grid.jsonl")) if table.name == "smollm2_50")
     cells = dict(zip(table.labels, table.cells, strict=True))

@@ -79,15 +79,16 @@ def balanced_clusters(firing: Tensor, size: int, seed: int = 0, rounds: int = 20
     best, best_score = torch.arange(len(points), device=points.device) // size, -float("inf")
     for _ in range(restarts):
         centres = points[_spread_out(points, count, generator)]
-        clusters = torch.empty(0)
+        clusters = None
         for _ in range(rounds):
             found = assign(points @ centres.T, size)
-            if torch.equal(found, clusters):
+            if clusters is not None and torch.equal(found, clusters):
                 break
             clusters = found
             centres = nn.functional.normalize(
                 points[clusters.argsort(stable=True)].view(count, size, -1).mean(1), dim=1
             )
+        assert clusters is not None, "rounds must be 1 or more"
         score = float((points * centres[clusters]).sum(1).mean())
         if score > best_score:
             best, best_score = clusters, score

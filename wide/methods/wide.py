@@ -43,7 +43,7 @@ class Config:
     tau_start: float = 5.0
     tau_end: float = 0.5
     budget_weight: float = 20.0
-    budget_price: str = "mean"
+    budget_price: str = "cost"
     """"mean": every decision alike (paper). "cost": attention and FFN weighed by their parameters."""
     budget_scope: str = "step"
     """"micro": each micro-batch of each rank meets the target by itself (paper). "step": the whole step together."""
