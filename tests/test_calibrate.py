@@ -111,7 +111,7 @@ def test_f15_accumulation_equals_the_big_batch(method, num_micro):
 
 
 def test_f15_micro_scope_is_the_mean_of_each_micro_batchs_own_distance():
-    module = make({"budget_scope": "micro", "budget_weight": 1.0})
+    module = make({"budget_scope": "micro", "budget_weight": 1.0, "budget_price": "mean"})
     texts = batch(4)
     one_step(module, texts, 2)
     expected = 0.0

@@ -100,13 +100,13 @@ def test_missing_failed_and_repeated_runs(tmp_path):
 def test_dial_settings_of_a_run_fill_the_cells_matched_by_cost(tmp_path):
     other = {"price": "cost", "asked": 0.5, "routed_perplexity": 44.0, "skipped_params": 0.5}
     measured = metrics() | {"routed_perplexity": 40.0, "dense_perplexity": 26.0, "other_settings": [other]}
-    tables = build_all(load(write_rows(tmp_path, (["+experiment=smollm2_s50"], measured))))
+    tables = build_all(load(write_rows(tmp_path, (["+experiment=smollm2_s50_paper"], measured))))
     by_mean, by_cost = (
-        cell(tables, "smollm2_50", ("wide", "3 / 128", matched, "calibration", "1"), "perplexity")
+        cell(tables, "smollm2_50", ("paper", "3 / 128", matched, "calibration", "1"), "perplexity")
         for matched in ("decisions", "parameters")
     )
     assert (by_mean.value, by_cost.value) == (40.0, 44.0) and by_mean.runs == by_cost.runs
-    attention = cell(tables, "smollm2_50", ("wide", "3 / 128", "parameters", "calibration", "1"), "attention %")
+    attention = cell(tables, "smollm2_50", ("paper", "3 / 128", "parameters", "calibration", "1"), "attention %")
     assert attention.status == "missing", "what the other setting did not measure is not taken from the main one"
 
 
@@ -126,7 +126,7 @@ def test_a_seed_measured_again_is_no_further_sample(tmp_path):
     runs = [(["+experiment=smollm2_s50"], metrics() | {"routed_perplexity": 40.0})]
     path = write_rows(tmp_path, *runs, (["+experiment=smollm2_s50", "eval=grid"], again))
     tables = build_all(load(path))
-    labels = ("wide", "3 / 128", "decisions", "calibration", "1")
+    labels = ("wide", "3 / 128", "parameters", "calibration", "1")
     found = cell(tables, "smollm2_50", labels, "perplexity")
     assert (found.num_runs, found.value, ids(found)) == (1, 41.0, ["run1"])
     assert cell(tables, "smollm2_50", labels, "accuracy %").value == 50.0
