@@ -9,8 +9,8 @@ from wide.adapter import add_lora
 from wide.base_model import fingerprint, tiny_config
 from wide.checkpoint import save_pretrained
 from wide.dial import DialPoint
-from wide.engine import from_routed
-from wide.engine.synthetic import forced_keep, with_forced_masks
+from wide.engine import Engine, from_routed
+from wide.engine.synthetic import forced_keep, with_forced_masks, with_gates
 from wide.engine.weights import split_bfloat16, take_weights
 from wide.methods import load as load_method
 from wide.model import RoutedModel
@@ -140,6 +140,32 @@ def test_weights_are_shared_and_the_routed_model_stays_whole():
     assert layer.self_attn.q_proj.weight.data_ptr() == weights.layers[1].qkv.data_ptr()
     assert layer.self_attn.v_proj.bias.data_ptr() == weights.layers[1].qkv_bias[-64 // 2 :].data_ptr()
     assert layer.mlp.up_proj.weight.data_ptr() == weights.layers[1].gate_up[160:].data_ptr()
+
+
+def test_vectors_lie_behind_the_output_projections_of_the_routed_model_itself():
+    model = model_of("llama", compensation=True)
+    stock_weight = model.base.model.layers[1].mlp.down_proj.weight.detach().clone()
+    layer, stored = take_weights(model).layers[1], model.base.model.layers[1]
+    for linear, routing in ((stored.self_attn.o_proj, layer.attention), (stored.mlp.down_proj, layer.ffn)):
+        width, groups = linear.weight.shape[1], routing.num_groups
+        assert linear.weight.data_ptr() == routing.extended.data_ptr()
+        assert routing.extended.stride(0) * 4 % 128 == 0 and routing.extended.shape[1] >= width + groups
+        assert torch.equal(routing.extended[:, width : width + groups], routing.vectors.T)
+        assert not routing.extended[:, width + groups :].any()
+    assert torch.equal(stored.mlp.down_proj.weight, stock_weight)
+    assert take_weights(routed("llama")).layers[1].ffn.extended is None, "no vectors, no further columns"
+
+
+@pytest.mark.parametrize("sizes", ((16, 32), (32, 1)), ids=("fewer groups fit", "more groups than there is room for"))
+def test_one_set_of_weights_serves_several_routers_in_turn(sizes):
+    first, second = (model_of("llama", compensation=True, ffn_group_size=size) for size in sizes)
+    second.base.load_state_dict(first.base.state_dict())
+    ids, weights = tokens(2, 20), take_weights(first)
+    assert difference(Engine(weights)(ids), reference(first, ids)) < TOLERANCE
+    moved = with_gates(weights, second.gates)
+    assert (moved.layers[0].ffn.extended is None) == (sizes[1] == 1)
+    assert difference(Engine(moved)(ids), reference(second, ids)) < TOLERANCE
+    assert difference(Engine(weights, routing=False)(ids), stock("llama")(input_ids=ids).logits) < TOLERANCE
 
 
 def test_three_bfloat16_parts_hold_a_float32_weight():

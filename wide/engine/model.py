@@ -2,17 +2,19 @@
 
 One file from tokens to logits. A sublayer reads `norm(residual)`, decides its groups from the same residual, computes
 the active ones and leaves its output as `delta`, which the next norm adds. What the skipped groups of a sublayer owe,
-their compensation vectors, is added there too. Routing off (`routing=False`) is the dense model from the same code.
+their compensation vectors, comes out of the output projection itself, whose further input columns are the skipped
+groups; for a single token the next norm adds it. Routing off (`routing=False`) is the dense model from the same code.
 Axes: B batch, T tokens, M = B x T, D hidden, H query heads, K kv heads, G groups, F FFN channels.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from wide_kernels import RoutingLayout, gate_up, gemm_k, gemm_mn, routing_layout
 from wide_kernels._launch import runs_triton
 from wide_kernels.dispatch import choose
-from wide_kernels.masking import silu_mul
+from wide_kernels.gemm_k import add_vectors_
+from wide_kernels.layout import MAX_UNION_TOKENS
+from wide_kernels.masking import silu_mul, skipped_columns_
 
 from wide.engine.attention import attend
 from wide.engine.cache import Cache
@@ -58,9 +60,9 @@ class Decoder:
         delta, owed = None, None
         for index, layer in enumerate(self.weights.layers):
             residual, x, layout = self._enter(residual, delta, owed, layer.attn_norm, layer.attention, cache)
-            delta, owed = self._attention(x, layout, layer, index, cache), self._owed(layout, layer.attention)
+            delta, owed = self._attention(x, layout, layer, index, cache)
             residual, x, layout = self._enter(residual, delta, owed, layer.ffn_norm, layer.ffn, cache)
-            delta, owed = self._ffn(x, layout, layer), self._owed(layout, layer.ffn)
+            delta, owed = self._ffn(x, layout, layer)
         _, x, _ = add_norm(residual, self._pay(delta, owed), self.weights.norm, self.weights.eps)
         return x.unflatten(0, tokens.shape)
 
@@ -104,7 +106,7 @@ class Decoder:
         return -(-2 * self.kv_width // routed.group_width) if routed.kind == "attention" else 0
 
     def _owed(self, layout: RoutingLayout | None, routed: Routed) -> Owed | None:
-        """What the skipped groups leave to the next norm."""
+        """Whose vectors are not added, bool [M, G], and the vectors [G, D]; None where there are none."""
         if layout is None or routed.vectors is None:
             return None
         if routed.router is not None:
@@ -116,21 +118,50 @@ class Decoder:
         if owed is None:
             return delta
         assert delta is not None
-        keep, vectors = owed
-        skipped = torch.logical_not(keep, out=torch.empty(keep.shape, dtype=delta.dtype, device=keep.device))
-        return delta.addmm_(skipped, vectors)
+        return add_vectors_(delta, *owed)
 
-    def _attention(self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache) -> Tensor:
-        q, kv = self._project(x, layout, layer)
-        q = rotate_and_store(q, kv, layer, index, cache, self.weights.eps)
-        keep = None if layout is None else layout.keep_mask.unflatten(0, (cache.batch, -1))
-        heads = q.unflatten(0, (cache.batch, -1)).unflatten(-1, (-1, self.weights.geometry.head_dim))
-        mixed = (
-            attend(heads, keep, cache, index, layer.window, self.expected_keep).flatten(2).flatten(0, 1)
-        )  # [M, H x d]
+    def _form(self, x: Tensor, layout: RoutingLayout | None, weight: Tensor, routed: Routed) -> tuple[str, int]:
+        """How the output projection wants its input: what skipped blocks hold, and spare columns behind the rows.
+
+        `x` [M, D] stands for that input, which has the same tokens and dtype. A dense product needs zeros, and takes
+        the vectors in spare columns; the operator that skips never reads skipped blocks. The few tokens that the
+        one-token operators take have no room to save.
+        """
         if layout is None:
-            return F.linear(mixed, layer.o)
-        return gemm_k(mixed, layer.o, layout, group_size=layer.attention.group_width, skipped="zeros")
+            return "undefined", 0
+        if choose("gemm_k", x, weight, layout, routed.group_width).route == "skip":
+            return "undefined", 0
+        if len(x) <= MAX_UNION_TOKENS or routed.extended is None:
+            return "zeros", 0
+        return "zeros", routed.extended.shape[1] - weight.shape[1]
+
+    def _leave(
+        self, inner: Tensor, layout: RoutingLayout | None, weight: Tensor, routed: Routed, skipped: str, spare: int
+    ) -> tuple[Tensor, Owed | None]:
+        """Output projection of inner [M, width] in the form of `_form` -> delta [M, D] and what is still owed."""
+        if layout is None:
+            return F.linear(inner, weight), None
+        owed, size = self._owed(layout, routed), routed.group_width
+        if owed is not None and spare and routed.extended is not None:
+            rows = inner.as_strided((len(inner), inner.shape[1] + spare), inner.stride())
+            skipped_columns_(rows[:, inner.shape[1] :], owed[0])
+            return F.linear(rows, routed.extended), None
+        if owed is None or owed[0] is not layout.keep_mask or isinstance(layout, TokenLayout):
+            return gemm_k(inner, weight, layout, group_size=size, skipped=skipped), owed
+        return gemm_k(inner, weight, layout, group_size=size, skipped=skipped, vectors=owed[1]), None
+
+    def _attention(
+        self, x: Tensor, layout: RoutingLayout | None, layer: Layer, index: int, cache: Cache
+    ) -> tuple[Tensor, Owed | None]:
+        q, kv = self._project(x, layout, layer)
+        skipped, spare = self._form(x, layout, layer.o, layer.attention)
+        keep = None if layout is None else layout.keep_mask
+        q = rotate_and_store(q, kv, layer, index, cache, self.weights.eps, keep)
+        keep = None if keep is None else keep.unflatten(0, (cache.batch, -1))
+        heads = q.unflatten(0, (cache.batch, -1)).unflatten(-1, (-1, self.weights.geometry.head_dim))
+        mixed = attend(heads, keep, cache, index, layer.window, self.expected_keep, skipped, spare)
+        inner = mixed.flatten(2).flatten(0, 1)  # [M, H x d]
+        return self._leave(inner, layout, layer.o, layer.attention, skipped, spare)
 
     def _project(self, x: Tensor, layout: RoutingLayout | None, layer: Layer) -> tuple[Tensor, Tensor]:
         """Queries [M, H x d], undefined where skipped, and keys and values [M, 2K x d]."""
@@ -148,15 +179,15 @@ class Decoder:
             return q, F.linear(x, layer.qkv[width:], kv_bias)
         return qkv[:, :width], qkv[:, width:]
 
-    def _ffn(self, x: Tensor, layout: RoutingLayout | None, layer: Layer) -> Tensor:
+    def _ffn(self, x: Tensor, layout: RoutingLayout | None, layer: Layer) -> tuple[Tensor, Owed | None]:
+        skipped, spare = self._form(x, layout, layer.down, layer.ffn)
         group_size, half = layer.ffn.group_width, len(layer.gate_up) // 2
         gate, up = layer.gate_up[:half], layer.gate_up[half:]
         if layout is None or choose("gate_up", x, gate, layout, group_size).route == "dense":
             both = F.linear(x, layer.gate_up)
             keep = None if layout is None else layout.keep_mask
-            inner = silu_mul(both[:, :half], both[:, half:], keep, group_size)
+            out = x.new_empty(len(x), half + spare)[:, :half] if spare else None
+            inner = silu_mul(both[:, :half], both[:, half:], keep, group_size, out)
         else:
-            inner = gate_up(x, gate, up, layout, group_size=group_size, skipped="zeros")
-        if layout is None:
-            return F.linear(inner, layer.down)
-        return gemm_k(inner, layer.down, layout, group_size=group_size, skipped="zeros")
+            inner = gate_up(x, gate, up, layout, group_size=group_size, skipped=skipped, spare=spare)
+        return self._leave(inner, layout, layer.down, layer.ffn, skipped, spare)

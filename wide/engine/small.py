@@ -107,22 +107,28 @@ def route_token(
     return out, keep, active, counts
 
 
-def rotate_and_store(q: Tensor, kv: Tensor, layer: Layer, index: int, cache: Cache, eps: float) -> Tensor:
+def rotate_and_store(
+    q: Tensor, kv: Tensor, layer: Layer, index: int, cache: Cache, eps: float, keep: Tensor | None = None
+) -> Tensor:
     """Norm (where the family has it) and rotate q [M, H x d] and the keys of kv [M, 2K x d]; write the cache.
 
-    The tokens are the last M / B slots that the cache counts. Returns q, rotated in place on a GPU.
+    The tokens are the last M / B slots that the cache counts. Returns q, rotated in place on a GPU, where the heads
+    that keep [M, G] skips are left as they are (half of the reads and writes of q at a half mask).
     """
     head_dim, num_kv = cache.keys[index].shape[3], cache.keys[index].shape[2]
     num_heads, num_tokens = q.shape[1] // head_dim, q.shape[0] // cache.batch
     keys, values = cache.keys[index], cache.values[index]
     if runs_triton(q):
         block, chained = 8, can_chain(q)
+        keep = None if len(q) == 1 else keep  # one token waits for one load less
         kernels.rotate_kernel[(q.shape[0], triton.cdiv(num_heads + 2 * num_kv, block))](
             q, kv, cache.cos, cache.sin, keys, values, cache.start, cache.length,
             q if layer.q_norm is None else layer.q_norm, q if layer.k_norm is None else layer.k_norm,
+            q if keep is None else keep.view(torch.uint8), num_heads if keep is None else num_heads // keep.shape[1],
             q.stride(0), kv.stride(0), keys.stride(0), keys.stride(1), num_tokens, eps, num_heads, num_kv,
             HEAD_DIM=head_dim, HALF_P=triton.next_power_of_2(head_dim // 2), BLOCK_H=block,
-            HAS_NORM=layer.q_norm is not None, CHAINED=chained, num_warps=2, **chain_option(chained),
+            HAS_NORM=layer.q_norm is not None, HAS_KEEP=keep is not None, CHAINED=chained, num_warps=2,
+            **chain_option(chained),
         )  # fmt: skip
         return q
     slots = torch.arange(cache.filled - num_tokens, cache.filled, device=q.device)

@@ -183,11 +183,14 @@ def _list_groups(
 
 @triton.jit
 def rotate_kernel(
-    q, kv, cos, sin, keys, values, start, length, q_weight, k_weight, stride_q, stride_kv, stride_batch, stride_slot,
-    num_tokens, eps, num_heads, num_kv, HEAD_DIM: tl.constexpr, HALF_P: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
+    q, kv, cos, sin, keys, values, start, length, q_weight, k_weight, keep, heads_per_group, stride_q, stride_kv,
+    stride_batch, stride_slot, num_tokens, eps, num_heads, num_kv, HEAD_DIM: tl.constexpr, HALF_P: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_NORM: tl.constexpr, HAS_KEEP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token: of q in place, of k and v into the cache slot that the row's length gives."""
+    """BLOCK_H heads of one token: of q in place, of k and v into the cache slot that the row's length gives.
+
+    Heads of q whose group the token skips are neither read nor written.
+    """
     wait_and_release(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     batch = row // num_tokens
@@ -197,7 +200,11 @@ def rotate_kernel(
     half: tl.constexpr = HEAD_DIM // 2
     d = tl.arange(0, HALF_P)
     inside = (d < half)[None, :]
-    is_q = (head < num_heads)[:, None]
+    runs = head < num_heads
+    if HAS_KEEP:
+        places = keep + row * (num_heads // heads_per_group) + head // heads_per_group
+        runs = tl.load(places, mask=runs, other=0) != 0
+    is_q = runs[:, None]
     is_k = ((head >= num_heads) & (head < num_heads + num_kv))[:, None]
     is_v = ((head >= num_heads + num_kv) & (head < num_heads + 2 * num_kv))[:, None]
     q_low = q + row * stride_q + head[:, None] * HEAD_DIM + d[None, :]

@@ -88,12 +88,15 @@ def with_forced_masks(weights: Weights, keep: dict[str, Tensor]) -> Weights:
 
 
 def with_gates(weights: Weights, gates: GateProvider) -> Weights:
-    """The same stock weights under another provider."""
+    """The same stock weights under another provider; with vectors, `weights` itself may be used no more.
+
+    Both would keep their vectors in the same columns behind the output projections.
+    """
     layers = [
         replace(
             layer,
-            attention=routing_of(gates, index, "attention", layer.o),
-            ffn=routing_of(gates, index, "ffn", layer.down),
+            attention=routing_of(gates, index, "attention", layer.o, layer.attention.room),
+            ffn=routing_of(gates, index, "ffn", layer.down, layer.ffn.room),
         )
         for index, layer in enumerate(weights.layers)
     ]

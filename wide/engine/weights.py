@@ -54,6 +54,10 @@ class Routed:
     router: FoldedRouter | None
     vectors: Tensor | None
     """[G, D] added for every skipped group."""
+    room: int
+    """Further input columns that the output projection is stored with, 0 without vectors."""
+    extended: Tensor | None
+    """[D, width + P], P <= room: the output projection with the vectors as further input columns, zeros up to P."""
 
 
 @dataclass
@@ -162,6 +166,10 @@ def _layer(part: dict[str, Any], window: int | None, routed: RoutedModel, index:
     attention = part["q_proj"], part["k_proj"], part["v_proj"]
     layer = families.get_path(routed.base, f"{routed.layout.layers}.{index}")
     norms = dict(layer.named_parameters())
+    rooms = {
+        kind: _make_room(part[name].weight, routed.gates, index, kind)
+        for kind, name in (("attention", "o_proj"), ("ffn", "down_proj"))
+    }
     return Layer(
         attn_norm=part["attn_norm"].weight.data,
         ffn_norm=part["ffn_norm"].weight.data,
@@ -173,8 +181,8 @@ def _layer(part: dict[str, Any], window: int | None, routed: RoutedModel, index:
         gate_up=_fuse([part["gate_proj"].weight, part["up_proj"].weight]),
         down=part["down_proj"].weight.data,
         window=window,
-        attention=routing_of(routed.gates, index, "attention", part["o_proj"].weight.data),
-        ffn=routing_of(routed.gates, index, "ffn", part["down_proj"].weight.data),
+        attention=routing_of(routed.gates, index, "attention", part["o_proj"].weight.data, rooms["attention"]),
+        ffn=routing_of(routed.gates, index, "ffn", part["down_proj"].weight.data, rooms["ffn"]),
     )
 
 
@@ -190,16 +198,36 @@ def _fuse(parameters: list[nn.Parameter]) -> Tensor:
     return fused
 
 
-def routing_of(gates: GateProvider, layer: int, kind: str, out: Tensor) -> Routed:
+def _make_room(parameter: nn.Parameter, gates: GateProvider, layer: int, kind: str) -> int:
+    """Store an output projection with columns for the vectors, if any; the parameter becomes a view. Returns how many.
+
+    Then a dense product with [activations, skipped groups] adds the vectors without a pass over its output.
+    """
+    if gates.compensation(layer, kind) is None and gates.substitute(layer, kind) is None:
+        return 0
+    weight, room = parameter.data, num_columns(parameter.data, gates.num_groups[kind])
+    parameter.data = torch.cat([weight, weight.new_zeros(len(weight), room)], 1)[:, : weight.shape[1]]
+    return room
+
+
+def num_columns(out: Tensor, num_groups: int) -> int:
+    """Columns behind an output projection [D, width] that hold `num_groups` and end rows at a multiple of 128 bytes."""
+    line = 128 // out.element_size()
+    return -(-(out.shape[1] + num_groups) // line) * line - out.shape[1]
+
+
+def routing_of(gates: GateProvider, layer: int, kind: str, out: Tensor, room: int) -> Routed:
     """One sublayer's routing under `gates`; `out` [D, width] is its output projection, whose dtype is the model's.
 
-    Values that stand in for skipped activations become what the projection makes of them, a vector for each group.
+    `room` columns are stored behind its rows, and the vectors are written there if they fit. Values that stand in for
+    skipped activations become what the projection makes of them, a vector for each group.
     """
     vectors, values = gates.compensation(layer, kind), gates.substitute(layer, kind)
     if values is not None:
         assert vectors is None, "a method has vectors or substitutes"
         blocks = (out.float() * values.float()).unflatten(1, (gates.num_groups[kind], -1))
         vectors = blocks.sum(-1).T.contiguous()
+    vectors = None if vectors is None else vectors.detach().to(out.dtype)
     return Routed(
         layer=layer,
         kind=kind,
@@ -207,8 +235,22 @@ def routing_of(gates: GateProvider, layer: int, kind: str, out: Tensor) -> Route
         group_width=gates.group_width(kind),
         gates=gates,
         router=fold_router(gates, layer, kind, out.dtype) if isinstance(gates, WideProvider) else None,
-        vectors=None if vectors is None else vectors.detach().to(out.dtype),
+        vectors=vectors,
+        room=room,
+        extended=None if vectors is None else _extend(out, room, vectors),
     )
+
+
+def _extend(out: Tensor, room: int, vectors: Tensor) -> Tensor | None:
+    """[D, width + P] over the storage of `out`, the vectors [G, D] in its columns; None where they do not fit."""
+    width, num_groups = out.shape[1], len(vectors)
+    columns = num_columns(out, num_groups)
+    if columns > room:
+        return None
+    extended = out.as_strided((len(out), width + columns), out.stride())
+    extended[:, width : width + num_groups] = vectors.T
+    extended[:, width + num_groups :] = 0
+    return extended
 
 
 def fold_router(gates: WideProvider, layer: int, kind: str, dtype: torch.dtype) -> FoldedRouter:
