@@ -13,17 +13,17 @@ DIALLED, DEDICATED = "perplexity, dialled", "perplexity, trained there"
 
 @pytest.fixture
 def rows(tmp_path):
-    places = [{"price": "mean", "asked": a, "routed_perplexity": 100 * a, "sparsity_total": a} for a in (0.25, 0.7)]
-    places.append({"price": "cost", "asked": 0.25, "routed_perplexity": 1.0, "sparsity_total": 0.2})
-    own = {"routed_perplexity": 43.0, "sparsity_total": 0.5}
+    places = [{"price": "cost", "asked": a, "routed_perplexity": 100 * a, "skipped_params": a} for a in (0.25, 0.7)]
+    places.append({"price": "mean", "asked": 0.25, "routed_perplexity": 1.0, "skipped_params": 0.2})
+    own = {"routed_perplexity": 43.0, "skipped_params": 0.5}
     return load(
         write_rows(
             tmp_path,
             (["+experiment=smollm2_dial"], own | {"other_settings": places}),
-            (["+experiment=smollm2_s25", "seed=1"], {"routed_perplexity": 30.0, "sparsity_total": 0.25}),
-            (["+experiment=smollm2_s25", "seed=2"], {"routed_perplexity": 32.0, "sparsity_total": 0.25}),
-            (["+experiment=smollm2_s25", "method.init_gap=1.0"], {"routed_perplexity": 5.0, "sparsity_total": 0.25}),
-            (["+experiment=smollm2_s70_paper"], {"routed_perplexity": 6.0, "sparsity_total": 0.7}),
+            (["+experiment=smollm2_s25", "seed=1"], {"routed_perplexity": 30.0, "skipped_params": 0.25}),
+            (["+experiment=smollm2_s25", "seed=2"], {"routed_perplexity": 32.0, "skipped_params": 0.25}),
+            (["+experiment=smollm2_s25", "method.init_gap=1.0"], {"routed_perplexity": 5.0, "skipped_params": 0.25}),
+            (["+experiment=smollm2_s70_paper"], {"routed_perplexity": 6.0, "skipped_params": 0.7}),
         )
     )
 

@@ -9,13 +9,13 @@ TRAINED = 50
 COLUMNS = [
     Column("perplexity, dialled", "routed_perplexity"),
     Column("perplexity, trained there", "routed_perplexity"),
-    Column("decisions skipped %, dialled", "sparsity_total", scale=100, digits=1),
-    Column("decisions skipped %, trained there", "sparsity_total", scale=100, digits=1),
+    Column("parameters skipped %, dialled", "skipped_params", scale=100, digits=1),
+    Column("parameters skipped %, trained there", "skipped_params", scale=100, digits=1),
 ]
 NOTE = (
     f"SmolLM2-135M-Instruct, the project's recipe, 3 heads and 128 channels a group. Dialled: the checkpoint trained "
-    f"at {TRAINED}%, its dial fitted on training text to each sparsity; trained there: a run asked for it. Perplexity "
-    "and measured sparsity on held-out blocks."
+    f"at {TRAINED}% of the prunable parameters, its dial fitted on training text to each share; trained there: a run "
+    "asked for it. Perplexity and measured share on held-out blocks."
 )
 
 
@@ -40,7 +40,7 @@ def dedicated(rows: pd.DataFrame, percent: int) -> pd.DataFrame:
 
 
 def _recipe(rows: pd.DataFrame) -> pd.DataFrame:
-    """Stage 1 of the project's recipe as it stands, matched by decisions; of its variants the one most run."""
+    """Stage 1 of the project's recipe as it stands, which prices by parameters; of its variants the one most run."""
     wanted = {
         "model": "smollm2",
         "recipe": "wide",
@@ -49,7 +49,7 @@ def _recipe(rows: pd.DataFrame) -> pd.DataFrame:
         "attn_group": 3,
         "ffn_group": 128,
     }
-    keep = (rows["matched"] == "mean") & (rows["status"] == "finished")
+    keep = (rows["matched"] == "cost") & (rows["status"] == "finished")
     for column, value in wanted.items():
         keep &= rows[column] == value
     found = rows[keep]

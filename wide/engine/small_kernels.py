@@ -182,6 +182,22 @@ def _list_groups(
 
 
 @triton.jit
+def _norm_heads(
+    low, high, is_q, q_weight, k_weight, d, half: tl.constexpr, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Both halves of heads [BLOCK_H, HALF_P] divided by their root mean square, times the weights of q or of k."""
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+    low = narrow(low * scale, DTYPE).to(tl.float32)
+    high = narrow(high * scale, DTYPE).to(tl.float32)
+    w_low = tl.load(q_weight + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+    w_high = tl.load(q_weight + half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+    wk_low = tl.load(k_weight + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+    wk_high = tl.load(k_weight + half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+    low = narrow(low * tl.where(is_q, w_low, wk_low), DTYPE).to(tl.float32)
+    return low, narrow(high * tl.where(is_q, w_high, wk_high), DTYPE).to(tl.float32)
+
+
+@triton.jit
 def rotate_kernel(
     q, kv, cos, sin, keys, values, start, length, q_weight, k_weight, keep, heads_per_group, stride_q, stride_kv,
     stride_batch, stride_slot, num_tokens, eps, num_heads, num_kv, HEAD_DIM: tl.constexpr, HALF_P: tl.constexpr,
@@ -215,15 +231,7 @@ def rotate_kernel(
     high += tl.load(kv_low + half, mask=(is_k | is_v) & inside, other=0.0).to(tl.float32)
     v_low, v_high = low, high
     if HAS_NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
-        low = narrow(low * scale, q.dtype.element_ty).to(tl.float32)
-        high = narrow(high * scale, q.dtype.element_ty).to(tl.float32)
-        w_low = tl.load(q_weight + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        w_high = tl.load(q_weight + half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        wk_low = tl.load(k_weight + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        wk_high = tl.load(k_weight + half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        low = narrow(low * tl.where(is_q, w_low, wk_low), q.dtype.element_ty).to(tl.float32)
-        high = narrow(high * tl.where(is_q, w_high, wk_high), q.dtype.element_ty).to(tl.float32)
+        low, high = _norm_heads(low, high, is_q, q_weight, k_weight, d, half, eps, HEAD_DIM, q.dtype.element_ty)
     c = tl.load(cos + position * half + d, mask=d < half, other=0.0)[None, :]
     s = tl.load(sin + position * half + d, mask=d < half, other=0.0)[None, :]
     new_low = tl.where(is_v, v_low, low * c - high * s)
