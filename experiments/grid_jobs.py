@@ -64,8 +64,8 @@ class Job:
 def all_jobs() -> list[Job]:
     """Every job, in the order in which they are worth running."""
     first, *further = SEEDS
-    jobs = [_rival(name, percent, first) for percent in (50, 25) for name in UNTRAINED]
-    jobs += [job for percent in (50, 25) for job in _trained(percent, first)]
+    jobs = [job for percent in (50, 25) for job in _trained(percent, first)]
+    jobs += [_rival(name, percent, first) for percent in (50, 25) for name in UNTRAINED]
     jobs += _wide(70, first)
     jobs += [_rival("random", percent, seed) for percent in (50, 25) for seed in further]
     jobs += [job for percent in (50, 25) for seed in further for job in _trained(percent, seed)]

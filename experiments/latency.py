@@ -135,7 +135,8 @@ def subjects(config: Config, device: torch.device, dtype: torch.dtype) -> Iterat
         engines = learned_engines(config, routed)
     else:
         model = random_model(model_config(config.model), device, dtype, config.seed)
-        routed = random_routed(model, with_group(config, group_sizes(config)[0]), config.seed)
+        smallest = min(group_sizes(config))  # the most vectors: what is stored behind the projections has room for all
+        routed = random_routed(model, with_group(config, smallest), config.seed)
         generator = torch.Generator(device).manual_seed(SEED)
         tokens = torch.randint(3, routed.geometry.vocab_size, (longest,), device=device, generator=generator)
         engines = random_engines(config, routed)

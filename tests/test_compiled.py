@@ -66,6 +66,8 @@ def assert_same_gradients(one: Calibrate, other: Calibrate) -> None:
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-5, msg=name)
             compared += int(expected.grad.abs().max() > 0)
     assert compared >= 4
+    for (name, expected), (_, found) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("case", LEARNED)
@@ -119,9 +121,11 @@ def test_the_layers_are_as_before_once_training_has_ended(graphs):
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
-def test_a_provider_without_lists_per_layer_is_refused():
+@pytest.mark.parametrize("extra", [torch.nn.Linear(2, 2), torch.nn.Parameter(torch.zeros(2, 3))])
+def test_a_provider_without_lists_per_layer_is_refused(extra):
+    """A parameter with an axis of layers would be read at index 0 by all of them."""
     model = build("wide", "llama")
-    model.gates.extra = torch.nn.Linear(2, 2)
+    model.gates.extra = extra
     with pytest.raises(ValueError, match=r"trainer.compile=true needs .* legal: trainer.compile=false"):
         compiled.one_layer(model.gates, 0)
 

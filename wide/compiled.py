@@ -15,6 +15,11 @@ from torch import nn
 from wide.methods.provider import GateProvider, GateStep
 from wide.model import RoutedModel
 
+_REFUSAL = (
+    "trainer.compile=true needs a method whose parameters lie in dictionaries of lists with one entry per layer "
+    "(`per_layer`, `parameters_per_layer`), not {}; legal: trainer.compile=false"
+)
+
 
 class CompiledLayers:
     """Runs the layers of `routed` through one `torch.compile`, each with a provider of its own, until `remove`."""
@@ -75,6 +80,8 @@ def one_layer(gates: GateProvider, index: int) -> GateProvider:
     module dictionaries (`per_layer`, `parameters_per_layer`), buffers [L, ...], and the dictionaries in `remembers`.
     """
     num_layers = gates.geometry.num_layers
+    if any(True for _ in gates.parameters(recurse=False)):
+        raise ValueError(_REFUSAL.format("Parameter"))
     view = copy.copy(gates)
     view._modules = {name: _one_of(module, num_layers, index) for name, module in gates._modules.items()}
     view._buffers = {
@@ -93,9 +100,6 @@ def _one_of(module: nn.Module | None, num_layers: int, index: int) -> nn.Module 
     part = nn.ModuleDict()
     for name, child in children:
         if not name or not isinstance(child, nn.ModuleList | nn.ParameterList) or len(child) != num_layers:
-            raise ValueError(
-                "trainer.compile=true needs a method whose parameters lie in dictionaries of lists with one entry per "
-                f"layer (`per_layer`, `parameters_per_layer`), not {type(child).__name__}; legal: trainer.compile=false"
-            )
+            raise ValueError(_REFUSAL.format(type(child).__name__))
         part[name] = type(child)([child[index]])
     return part

@@ -115,6 +115,21 @@ def _listed_first(counts, num_tokens, num_groups, band, tiles_n, BLOCK_M: tl.con
 
 
 @triton.jit
+def _place(
+    out, row_list, first, group, column, num_tokens, num_channels, group_size, stride_out, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where a tile lies: places in the group's list, tokens and channels there, what of both exists, and pointers."""
+    position = first + tl.arange(0, BLOCK_M)
+    listed = position < num_tokens
+    token = tl.load(row_list + position, mask=listed, other=0).to(tl.int64)
+    n = column + tl.arange(0, BLOCK_N)
+    channel = group * group_size + n
+    inside = (n < group_size) & (channel < num_channels)
+    return position, listed, token, channel, inside, out + token[:, None] * stride_out + channel[None, :]
+
+
+@triton.jit
 def _product(
     x, w, w_up, bias, out, row_list, first, count, group, column,
     num_tokens, num_channels, num_inputs, group_size, stride_x, stride_w, stride_up, stride_out,
@@ -122,13 +137,9 @@ def _product(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M tokens of the group's list from `first` on, BLOCK_N channels from `column` on."""
-    position = first + tl.arange(0, BLOCK_M)  # place in the group's list
-    listed = position < num_tokens
-    token = tl.load(row_list + position, mask=listed, other=0).to(tl.int64)
-    n = column + tl.arange(0, BLOCK_N)
-    channel = group * group_size + n
-    inside = (n < group_size) & (channel < num_channels)
-    pointers = out + token[:, None] * stride_out + channel[None, :]
+    position, listed, token, channel, inside, pointers = _place(
+        out, row_list, first, group, column, num_tokens, num_channels, group_size, stride_out, BLOCK_M, BLOCK_N
+    )
     row = group * group_size + column
     k = tl.arange(0, BLOCK_K)
     x_pointers = x + token[:, None] * stride_x + k[None, :]
@@ -166,13 +177,9 @@ def _zeros(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Zeros in one tile of tokens that skip the group."""
-    position = first + tl.arange(0, BLOCK_M)
-    listed = position < num_tokens
-    token = tl.load(row_list + position, mask=listed, other=0).to(tl.int64)
-    n = column + tl.arange(0, BLOCK_N)
-    channel = group * group_size + n
-    inside = (n < group_size) & (channel < num_channels)
-    pointers = out + token[:, None] * stride_out + channel[None, :]
+    _, listed, _, _, inside, pointers = _place(
+        out, row_list, first, group, column, num_tokens, num_channels, group_size, stride_out, BLOCK_M, BLOCK_N
+    )
     tl.store(pointers, tl.zeros((BLOCK_M, BLOCK_N), out.dtype.element_ty), mask=listed[:, None] & inside[None, :])
 
 
